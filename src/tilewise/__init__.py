@@ -1,0 +1,15 @@
+"""tilewise: attention that you program in Python and that runs tile by tile, forward and backward, on a GPU or on none."""
+
+from tilewise import flex, functional, masks, scores
+from tilewise._version import __version__
+from tilewise.attention import attention
+from tilewise.dispatch import attention_backend
+from tilewise.errors import BackendError, InputError, TilewiseError, TraceError
+from tilewise.explanation import Explanation, backends, explain
+from tilewise.ragged import varlen_attention
+from tilewise.tiles import TileMap, tile_map
+
+__all__ = [
+    "BackendError", "Explanation", "InputError", "TileMap", "TilewiseError", "TraceError", "__version__",
+    "attention", "attention_backend", "backends", "explain", "flex", "functional", "masks", "scores", "tile_map", "varlen_attention",
+]  # fmt: skip

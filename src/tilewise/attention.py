@@ -1,0 +1,112 @@
+"""attention(): normalise the arguments, describe the problem, choose an engine, run it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import packing
+from tilewise.dispatch import Request, check_name, must_choose, requested_backend
+from tilewise.engines import Output, arguments
+from tilewise.engines.native import NativeEngine
+from tilewise.errors import InputError
+from tilewise.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.scores import ScoreFunction
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    layout: str = "bhsd",
+    heads: int | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    seed: int | Tensor | None = None,
+) -> Any:
+    """softmax(score(scale * query @ key^T) where mask) @ value, fused, tile by tile.
+
+    query, key, value   tensors in `layout` ("bhsd", "bshd", "hbsd", "sbhd"), or (batch, sequence, heads * head dim) with
+                        `heads=`, or jagged nested tensors. float16, bfloat16, float32 or float64.
+    mask                a function f(b, h, q, kv), a mask of tilewise.masks, a TileMap, a BlockMask, a boolean tensor (true:
+                        attend), an additive tensor, or a boolean (batch, keys) padding mask. Causal masks align upper-left.
+    score               a function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
+    scale               1 / sqrt(head dim) unless given.
+    dropout_p, seed     dropout of the weights; the same seed drops the same elements on every engine.
+    enable_gqa          allow fewer key heads than query heads.
+    backend             "auto", "flex", "flash", "native", "math", or an engine's name; see tilewise.backends().
+    return_lse          also return the logarithm of each row's sum of exponentials, (batch, heads, queries); differentiable.
+    deterministic       bitwise repeatable gradients; torch's own switch unless given.
+
+    A query that may attend to nothing gives 0. The output has the query's layout and strides.
+    """
+    options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
+    if query.is_nested or key.is_nested or value.is_nested:
+        return _nested(query, key, value, mask, score, options, layout, backend, return_lse)
+    output = run(*_as_bhsd(query, key, value, layout, heads), mask, score, options, backend, return_lse)
+    out = from_bhsd(output.out, layout, flat=query.dim() == 3)
+    return (out, output.lse) if return_lse else out
+
+
+def problem_of_call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, heads: int | None
+) -> tuple[Problem, str]:
+    """The problem attention() would make of these arguments, and its mask's name."""
+    if query.is_nested:
+        packed = packing.unnest(query, key, value, layout)
+        return make_problem(*_packed_arguments(packed, mask, score, options))
+    return make_problem(*_as_bhsd(query, key, value, layout, heads), mask, score, options)
+
+
+def _as_bhsd(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads = kv_heads_of(query, key, heads)
+    return to_bhsd(query, layout, heads, "query"), to_bhsd(key, layout, kv_heads, "key"), to_bhsd(value, layout, kv_heads, "value")
+
+
+def run(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool
+) -> Output:
+    """The whole way of one call on (batch, heads, sequence, head dim) tensors. lse is empty where native served it."""
+    name, source = requested_backend(backend)
+    check_name(name, source)
+    problem, mask_name = make_problem(query, key, value, mask, score, options)
+    engine = must_choose(problem, Request(name, source, needs_lse, options.seed is not None), mask_name)
+    if isinstance(engine, NativeEngine):
+        return Output(engine.call(problem), problem.query.new_empty((0,)), problem.query.new_empty((0,)))
+    return operate(engine.name, problem)
+
+
+def operate(engine: str, problem: Problem) -> Output:
+    """Run an engine behind the torch operator."""
+    return Output(*torch.ops.tilewise.attention(*arguments(engine, problem)))
+
+
+def _nested(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool
+) -> Any:
+    """Jagged nested tensors: packed, computed without padding, and put back."""
+    if return_lse:
+        raise InputError("return_lse is not available for nested tensors; use tilewise.varlen_attention, which returns it packed")
+    packed = packing.unnest(query, key, value, layout)
+    output = packed_attention(packed, mask, score, options, backend, needs_lse=False)
+    return packing.nest(output.out, packed, layout)
+
+
+def packed_attention(packed: packing.Packed, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool) -> Output:
+    """Attention of packed sequences, each to itself, as one sequence with a mask."""
+    return run(*_packed_arguments(packed, mask, score, options), backend, needs_lse)
+
+
+def _packed_arguments(packed: packing.Packed, mask: Any, score: Any, options: Options) -> tuple[Tensor, Tensor, Tensor, Any, Any, Options]:
+    within, scores = packing.within_sequences(packed, mask, score, options.is_causal)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (packed.query, packed.key, packed.value))
+    return q, k, v, within, scores, options.without_causal()

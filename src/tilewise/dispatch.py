@@ -1,0 +1,152 @@
+"""Choosing an engine: an ordered list, the first that accepts, and why each other one refused."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tilewise.engines import ENGINES, Engine
+from tilewise.errors import BackendError
+from tilewise.problem import Problem
+
+logger = logging.getLogger("tilewise")
+
+# What users ask for by intent, besides an engine's own name.
+INTENTS = {
+    "auto": "the fastest engine that can serve the call",
+    "flex": "programmable: the best fused engine for the device, any mask and score",
+    "flash": "fused: plain or causal attention without a score",
+    "math": "dense and plain, the reference",
+}
+CANDIDATES = {"flex": ("blocked",), "flash": ("native", "blocked"), "math": ("reference",)}
+VARIABLE = "TILEWISE_BACKEND"
+
+
+class Verdict(NamedTuple):
+    """What one engine said of a problem; reason is None if it can serve it."""
+
+    engine: str
+    reason: str | None
+
+
+class Request(NamedTuple):
+    """What was asked of an engine beyond the problem itself."""
+
+    backend: str
+    source: str  # where the backend was named
+    needs_lse: bool
+    seeded: bool  # the user fixed the dropout's seed
+
+
+@dataclass(frozen=True)
+class Choice:
+    engine: Engine | None
+    verdicts: tuple[Verdict, ...]
+
+
+class _Scope(threading.local):
+    def __init__(self) -> None:
+        self.backend: str | None = None
+
+
+_scope = _Scope()
+
+
+@contextmanager
+def attention_backend(name: str) -> Iterator[None]:
+    """Use a backend for every call inside the `with` block, on this thread."""
+    check_name(name, "attention_backend")
+    before = _scope.backend
+    _scope.backend = name
+    try:
+        yield
+    finally:
+        _scope.backend = before
+
+
+def names() -> list[str]:
+    """Every name a backend can be asked for by."""
+    return [*INTENTS, *[e.name for e in ENGINES]]
+
+
+def check_name(name: str, source: str) -> None:
+    if name not in names():
+        raise BackendError(f"unknown backend {name!r} (from {source}); allowed are {', '.join(names())}")
+
+
+def requested_backend(argument: str | None) -> tuple[str, str]:
+    """The backend's name and who named it: the argument, then the scope, then the environment, then auto."""
+    if argument is not None:
+        return argument, "the backend argument"
+    if _scope.backend is not None:
+        return _scope.backend, "attention_backend(...)"
+    variable = os.environ.get(VARIABLE)
+    if variable:
+        return variable, VARIABLE
+    return "auto", "the default"
+
+
+def choose(problem: Problem, request: Request) -> Choice:
+    """Ask the candidates in order."""
+    verdicts: list[Verdict] = []
+    chosen: Engine | None = None
+    for engine in candidates(request.backend):
+        reason = _reason(engine, problem, request)
+        verdicts.append(Verdict(engine.name, reason))
+        if reason is None and chosen is None:
+            chosen = engine
+    return Choice(chosen, tuple(verdicts))
+
+
+def candidates(backend: str) -> list[Engine]:
+    """The engines a backend name stands for, in order."""
+    if backend == "auto":
+        return [e for e in ENGINES if e.name != "reference"]
+    wanted = CANDIDATES.get(backend, (backend,))
+    return [e for name in wanted for e in ENGINES if e.name == name]
+
+
+def _reason(engine: Engine, problem: Problem, request: Request) -> str | None:
+    """Why an engine is passed over: what the request rules out, then what the engine itself cannot do."""
+    if request.backend == "flash" and (problem.score is not None or problem.sinks is not None):
+        return "'flash' is attention without a score or sinks; use 'flex'"
+    if request.backend == "flash" and problem.mask is not None and not problem.is_causal_only:
+        return "'flash' is plain or causal attention; use 'flex' for other masks"
+    if engine.name == "native":
+        if request.needs_lse:
+            return "SDPA does not return lse"
+        if problem.dropout_p > 0 and request.backend != "native":
+            return "SDPA draws its own random numbers for dropout, so only backend='native' uses them"
+        if problem.dropout_p > 0 and request.seeded:
+            return "SDPA's dropout takes no seed"
+        if request.backend == "auto" and problem.mask is not None and not problem.is_causal_only:
+            return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
+    return engine.refuse(problem)
+
+
+def must_choose(problem: Problem, request: Request, mask_name: str) -> Engine:
+    """The engine for a call, or an error with every reason."""
+    choice = choose(problem, request)
+    if choice.engine is None:
+        raise BackendError(refusal(choice, request, problem))
+    if not torch.compiler.is_compiling():
+        _log(choice, problem, mask_name)
+    return choice.engine
+
+
+def refusal(choice: Choice, request: Request, problem: Problem) -> str:
+    reasons = "; ".join([f"{v.engine}: {v.reason}" for v in choice.verdicts if v.reason is not None])
+    return f"backend {request.backend!r} (from {request.source}) cannot serve {problem.describe()}. {reasons}"
+
+
+def _log(choice: Choice, problem: Problem, mask_name: str) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    assert choice.engine is not None
+    skipped = "; ".join(f"{v.engine} ({v.reason})" for v in choice.verdicts if v.reason is not None)
+    logger.info("using %s for %s, mask %s%s", choice.engine.name, problem.describe(), mask_name, f"; skipped {skipped}" if skipped else "")

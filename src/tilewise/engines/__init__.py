@@ -1,0 +1,7 @@
+"""The engines: each computes the same meaning in its own way."""
+
+from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.engines.operator import arguments
+from tilewise.engines.registry import ENGINES, engine_named
+
+__all__ = ["ENGINES", "Engine", "Gradients", "Output", "arguments", "engine_named"]

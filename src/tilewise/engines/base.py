@@ -1,0 +1,49 @@
+"""What an engine is: it refuses with a reason, or computes the forward and the backward of a problem."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tilewise.problem import Problem
+
+
+class Output(NamedTuple):
+    """out (B, H, Sq, Dv) in the query's dtype; lse and the highest score of each row (B, H, Sq), fp32 or fp64, natural logarithm."""
+
+    out: Tensor
+    lse: Tensor
+    highest: Tensor
+
+
+@dataclass
+class Gradients:
+    """Gradients of the inputs; those of the score's captures by slot."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+    captures: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    name: str
+    summary: str
+
+    @abstractmethod
+    def refuse(self, problem: Problem) -> str | None:
+        """Why this engine cannot serve the problem, with the values at fault; None if it can."""
+
+    @abstractmethod
+    def forward(self, problem: Problem) -> Output: ...
+
+    @abstractmethod
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        """`wanted` are the slots of the score's captures whose gradient is asked for."""
+
+
+def scalar_seed(problem: Problem) -> int:
+    assert problem.seed is not None
+    return int(problem.seed)

@@ -1,0 +1,49 @@
+"""The native engine: torch's scaled_dot_product_attention, for what it can express. Also the way to cuDNN."""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.problem import Problem
+from tilewise.tiles import dense_capture
+
+
+class NativeEngine(Engine):
+    """Called outside the tilewise operator: torch differentiates it itself."""
+
+    name = "native"
+    summary = "torch SDPA, for problems it can express"
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.score is not None or problem.sinks is not None:
+            return "SDPA takes no score function or sinks"
+        if problem.tiles is not None:
+            return "SDPA takes no tile map"
+        if problem.mask is not None and not problem.is_causal_only and dense_capture(problem.mask) is None:
+            return "SDPA takes no mask function except causal"
+        if problem.kv_len == 0 or problem.q_len == 0 or problem.batch == 0 or problem.heads == 0:
+            return f"SDPA does not define empty problems, got {problem.describe()}"
+        if problem.deterministic and problem.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+            return "SDPA is deterministic on CUDA only under torch.use_deterministic_algorithms(True)"
+        return None
+
+    def call(self, problem: Problem) -> Tensor:
+        dense = None
+        if problem.mask is not None and not problem.is_causal_only:
+            dense = dense_capture(problem.mask)
+        return functional.scaled_dot_product_attention(
+            problem.query, problem.key, problem.value, attn_mask=dense, dropout_p=problem.dropout_p,
+            is_causal=problem.is_causal_only, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads,
+        )  # fmt: skip
+
+    def forward(self, problem: Problem) -> Output:
+        return self._outside()
+
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        return self._outside()
+
+    def _outside(self) -> NoReturn:
+        raise NotImplementedError("the native engine is called directly, not through the tilewise operator")

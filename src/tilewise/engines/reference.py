@@ -1,0 +1,116 @@
+"""The reference engine: dense, written to be read. It defines what every other engine must compute."""
+
+import torch
+from torch import Tensor
+
+from tilewise.engines.base import Engine, Gradients, Output, scalar_seed
+from tilewise.engines.dropout import keep_scale, kept
+from tilewise.engines.select import mix
+from tilewise.lang import evaluate
+from tilewise.problem import Problem
+from tilewise.tiles import FULL, PARTIAL, TileMap
+
+
+def indices(problem: Problem) -> dict[str, Tensor]:
+    """b, h, q and kv as tensors that broadcast to (batch, heads, queries, keys)."""
+    sizes = {"b": problem.batch, "h": problem.heads, "q": problem.q_len, "kv": problem.kv_len}
+    return {name: torch.arange(n, device=problem.device).view([-1 if d == axis else 1 for d in range(4)]) for axis, (name, n) in enumerate(sizes.items())}
+
+
+def allowed(problem: Problem) -> Tensor | None:
+    """(B, H, Sq, Skv), broadcastable: who may attend to whom; None where everyone may."""
+    if problem.mask is None and problem.tiles is None:
+        return None
+    inside = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=problem.device)
+    if problem.mask is not None:
+        inside = torch.as_tensor(evaluate(problem.mask, indices(problem)), device=problem.device)
+    return inside if problem.tiles is None or not problem.tiles.given else _within_tiles(problem.tiles, inside, problem)
+
+
+def _within_tiles(tiles: TileMap, inside: Tensor, problem: Problem) -> Tensor:
+    """Full tiles allow everything, partial ones what the mask allows, the others nothing."""
+    states = tiles.dense().repeat_interleave(tiles.tile[0], 2).repeat_interleave(tiles.tile[1], 3)
+    states = states[:, :, : problem.q_len, : problem.kv_len]
+    return (states == FULL) | ((states == PARTIAL) & inside)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """q @ k^T whose gradient passes by infinities and NaNs: a masked one must not reach dq as 0 * NaN."""
+    if bool(q.isfinite().all()) and bool(k.isfinite().all()):
+        return q @ k.transpose(-1, -2)
+    finite = q.where(q.isfinite(), 0) @ k.where(k.isfinite(), 0).transpose(-1, -2)
+    return finite + (q.detach() @ k.detach().transpose(-1, -2) - finite.detach())
+
+
+def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Output:
+    """The meaning, step by step, in plain differentiable torch; `inner` is the precision of everything inside."""
+    inner = problem.inner_dtype if inner is None else inner
+    ratio = problem.heads // problem.kv_heads
+    q = problem.query.to(inner)
+    k = problem.key.to(inner).repeat_interleave(ratio, 1)
+    v = problem.value.to(inner).repeat_interleave(ratio, 1)
+    at = indices(problem)
+
+    scores = problem.scale * products(q, k)
+    if problem.score is not None:
+        changed = torch.as_tensor(evaluate(problem.score, at | {"score": scores}))
+        scores = changed.to(inner).expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    permitted = allowed(problem)
+    if permitted is not None:
+        scores = torch.where(permitted, scores, -torch.inf)
+
+    # A row with nothing to attend has maximum -inf; measuring it from 0 makes its weights 0 instead of NaN.
+    highest = scores.detach().amax(-1, keepdim=True) if problem.kv_len else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    ceiling, sink = highest, None
+    if problem.sinks is not None:
+        sink = problem.sinks.to(inner).view(1, -1, 1, 1)
+        ceiling = torch.maximum(highest, sink.detach())
+    base = torch.where(ceiling == -torch.inf, 0.0, ceiling)
+    weights = torch.exp(scores - base)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - base)
+    nothing = total == 0
+    lse = torch.where(nothing, -torch.inf, base + torch.log(torch.where(nothing, 1.0, total))).squeeze(-1)
+    weights = weights / torch.where(nothing, 1.0, total)
+
+    if problem.dropout_p > 0:
+        keep = kept(problem.dropout_p, scalar_seed(problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
+        weights = torch.where(keep, weights * keep_scale(problem.dropout_p), 0.0)
+    out = mix(weights, v, scores > -torch.inf)
+    return Output(out, lse, highest.squeeze(-1))
+
+
+class ReferenceEngine(Engine):
+    name = "reference"
+    summary = "dense, the definition of right; never chosen by itself"
+
+    def refuse(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(self, problem: Problem) -> Output:
+        out, lse, highest = dense_attention(problem)
+        return Output(out.to(problem.dtype), lse, highest)
+
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        """Autograd through the dense computation."""
+        from dataclasses import replace
+
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
+            sinks = None if problem.sinks is None else problem.sinks.detach().requires_grad_()
+            captures = () if problem.score is None else tuple(t.detach().requires_grad_(k in wanted) for k, t in enumerate(problem.score.captures))
+            score = None if problem.score is None else replace(problem.score, captures=captures)
+            again = replace(problem, query=leaves[0], key=leaves[1], value=leaves[2], sinks=sinks, score=score)
+            out, lse, _ = dense_attention(again)
+            roots, seeds = [out], [grad_out.to(out.dtype)]
+            if grad_lse is not None:
+                roots.append(lse)
+                seeds.append(grad_lse.to(lse.dtype))
+            sources = [*leaves, *([] if sinks is None else [sinks]), *(captures[k] for k in sorted(wanted))]
+            found = list(torch.autograd.grad(roots, sources, seeds, allow_unused=True))
+        found = [torch.zeros_like(s) if g is None else g for s, g in zip(sources, found, strict=True)]
+        query, key, value = found[:3]
+        rest = found[3:]
+        to_sinks = rest.pop(0) if sinks is not None else None
+        return Gradients(query, key, value, to_sinks, dict(zip(sorted(wanted), rest, strict=True)))

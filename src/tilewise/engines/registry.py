@@ -1,0 +1,15 @@
+"""The engines there are, in the order in which they are tried: the fastest first."""
+
+from tilewise.engines.base import Engine
+from tilewise.engines.blocked import BlockedEngine
+from tilewise.engines.native import NativeEngine
+from tilewise.engines.reference import ReferenceEngine
+
+ENGINES: tuple[Engine, ...] = (NativeEngine(), BlockedEngine(), ReferenceEngine())
+
+
+def engine_named(name: str) -> Engine:
+    for engine in ENGINES:
+        if engine.name == name:
+            return engine
+    raise KeyError(name)

@@ -1,0 +1,76 @@
+"""scaled_dot_product_attention with torch's signature, and a scope like torch's sdpa_kernel."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from tilewise.attention import attention
+from tilewise.dispatch import attention_backend
+from tilewise.errors import InputError
+from tilewise.masks import causal, causal_lower_right
+
+# torch's kernels by what they are to a user; cuDNN and the memory-efficient kernel are reached through torch itself.
+BACKEND_OF = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "native",
+    SDPBackend.CUDNN_ATTENTION: "native",
+}
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, served by tilewise.
+
+    Tensors are (..., heads, sequence, head dim) with any number of leading dimensions, or (sequence, head dim).
+    `attn_mask` may also be anything tilewise.attention takes as a mask; a tensor broadcasts as torch's does.
+    """
+    if query.dim() < 2 or {query.dim(), key.dim(), value.dim()} != {query.dim()}:
+        raise InputError(f"query, key and value must have the same number of dimensions, at least 2, got {query.dim()}, {key.dim()} and {value.dim()}")
+    mask = _mask(attn_mask, query, key)
+    if query.dim() == 4:
+        return attention(query, key, value, mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    q, k, v = (_four_dimensional(t) for t in (query, key, value))
+    out = attention(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _four_dimensional(t: Tensor) -> Tensor:
+    """(..., H, S, D) -> (B, H, S, D); without a head dimension there is one head."""
+    if t.dim() < 4:
+        return t.reshape((1,) * (4 - t.dim()) + t.shape)
+    return t if t.dim() == 4 else t.flatten(0, -4)
+
+
+def _mask(mask: Any, query: Tensor, key: Tensor) -> Any:
+    """torch's masks: a tensor is read from the right, (..., queries, keys); a CausalBias says which corner it aligns to."""
+    if isinstance(mask, Tensor) and hasattr(mask, "variant"):
+        lower_right = mask.variant.name == "LOWER_RIGHT"
+        return causal_lower_right(query.shape[-2], key.shape[-2]) if lower_right else causal
+    if not isinstance(mask, Tensor):
+        return mask
+    if mask.dim() > 4:
+        return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+
+
+@contextmanager
+def sdpa_kernel(backends: SDPBackend | Sequence[SDPBackend], set_priority: bool = False) -> Iterator[None]:
+    """Restrict the calls inside to these kernels, as torch.nn.attention.sdpa_kernel does; the first is used."""
+    listed = [backends] if isinstance(backends, SDPBackend) else list(backends)
+    unknown = [b for b in listed if b not in BACKEND_OF]
+    if not listed or unknown:
+        raise InputError(f"sdpa_kernel takes one or more of {', '.join(b.name for b in BACKEND_OF)}, got {listed}")
+    with attention_backend(BACKEND_OF[listed[0]]):
+        yield

@@ -1,0 +1,303 @@
+"""Interval arithmetic over many tiles at once.
+
+An `Interval` holds two float64 tensors: every value of the expression on the tile lies between them. Booleans are 0
+and 1, so [1, 1] is "true everywhere", [0, 0] "false everywhere", [0, 1] "undecided". A NaN end means that nothing is
+known, NaN included; it spreads through arithmetic and makes every comparison undecided.
+
+A float that may be infinite makes the result of arithmetic unknown (inf - inf, 0 * inf), which is always safe.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.lang.types import DIMENSIONED, DTYPE_OF, INTEGER_RANGE, Type
+
+NAN = float("nan")
+EXACT = 2.0**53  # integers up to here are exact in float64
+SILU_LOWEST = (-1.2784645, -0.27846455)  # where silu is lowest, and its value there, rounded down
+
+
+class Interval(NamedTuple):
+    lo: Tensor
+    hi: Tensor
+
+
+def point(value: Tensor) -> Interval:
+    return Interval(value, value)
+
+
+def around(lo: Tensor, hi: Tensor) -> Interval:
+    """An interval of values read from tensors; integers that float64 rounds are given room."""
+    return _with_room(Interval(lo.double(), hi.double())) if lo.dtype == torch.int64 else Interval(lo.double(), hi.double())
+
+
+def _with_room(a: Interval) -> Interval:
+    """Integers too large for float64 are known up to a rounding."""
+    lo = torch.where(a.lo.abs() >= EXACT, a.lo - a.lo.abs() * 2**-52, a.lo)
+    return Interval(lo, torch.where(a.hi.abs() >= EXACT, a.hi + a.hi.abs() * 2**-52, a.hi))
+
+
+def unknown(like: Tensor) -> Interval:
+    return point(torch.full_like(like, NAN))
+
+
+def hull(a: Interval, b: Interval) -> Interval:
+    return Interval(torch.minimum(a.lo, b.lo), torch.maximum(a.hi, b.hi))
+
+
+def choose(condition: Tensor, a: Interval, b: Interval) -> Interval:
+    return Interval(torch.where(condition, a.lo, b.lo), torch.where(condition, a.hi, b.hi))
+
+
+def forget(where: Tensor, a: Interval) -> Interval:
+    """The interval, unknown where the condition holds."""
+    return Interval(torch.where(where, NAN, a.lo), torch.where(where, NAN, a.hi))
+
+
+def contains(a: Interval, value: float) -> Tensor:
+    return (a.lo <= value) & (a.hi >= value)
+
+
+def is_point(a: Interval) -> Tensor:
+    return a.lo == a.hi
+
+
+def may_be_infinite(*intervals: Interval) -> Tensor:
+    found = None
+    for a in intervals:
+        here = a.lo.isinf() | a.hi.isinf()
+        found = here if found is None else found | here
+    assert found is not None
+    return found
+
+
+def fit(a: Interval, type: Type) -> Interval:
+    """What is left of an exact result once it is stored in its type: wrapped integers, rounded floats."""
+    if type.is_bool:
+        return a
+    if type.is_integer:
+        low, high = INTEGER_RANGE[type.dtype]
+        # NaN counts as wrapping, and so does an end that float64 may have rounded back to 2**63.
+        wraps = ~((a.lo >= low) & (a.hi <= high)) | (a.lo <= -(2.0**63)) | (a.hi >= 2.0**63)
+        return _with_room(Interval(torch.where(wraps, float(low), a.lo), torch.where(wraps, float(high), a.hi)))
+    info = torch.finfo(DTYPE_OF[type.dtype])
+    slack = 8 * info.eps
+    lo = a.lo - a.lo.abs() * slack - info.tiny
+    hi = a.hi + a.hi.abs() * slack + info.tiny
+    lo = torch.where(a.lo.isinf(), a.lo, lo)
+    hi = torch.where(a.hi.isinf(), a.hi, hi)
+    return Interval(torch.where(lo < info.min, -torch.inf, lo), torch.where(hi > info.max, torch.inf, hi))
+
+
+def cast(a: Interval, source: Type, target: Type) -> Interval:
+    """Conversion rounds monotonically, so the ends can simply be converted, except where an integer would wrap.
+
+    A Python float has more digits than its type says. Where numbers and 0-d tensors meet 16-bit floats, torch rounds
+    them to 16 bits in some operations and to 32 in others; both are kept.
+    """
+    if source.dtype == target.dtype and (source.level > 0 or not source.is_float):
+        return a
+    if target.is_bool:
+        return Interval(((a.lo > 0) | (a.hi < 0)).double(), (~((a.lo == 0) & (a.hi == 0))).double())
+    if target.is_integer:
+        if source.is_float:
+            a = Interval(a.lo.trunc(), a.hi.trunc())
+        return fit(a, target)
+    rounded = _rounded(a, DTYPE_OF[target.dtype])
+    if source.level < DIMENSIONED and target.dtype in ("f16", "bf16"):
+        return hull(rounded, _rounded(a, torch.float32))
+    return rounded
+
+
+def _rounded(a: Interval, dtype: torch.dtype) -> Interval:
+    return Interval(a.lo.to(dtype).double(), a.hi.to(dtype).double())
+
+
+def corners(f: Callable[[Tensor, Tensor], Tensor], a: Interval, b: Interval) -> Interval:
+    """Range of a function monotone in each argument: its extremes lie at the corners."""
+    ll, lh, hl, hh = f(a.lo, b.lo), f(a.lo, b.hi), f(a.hi, b.lo), f(a.hi, b.hi)
+    lo = torch.minimum(torch.minimum(ll, lh), torch.minimum(hl, hh))
+    return Interval(lo, torch.maximum(torch.maximum(ll, lh), torch.maximum(hl, hh)))
+
+
+def increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
+    return lambda a: Interval(f(a.lo), f(a.hi))
+
+
+def add(a: Interval, b: Interval) -> Interval:
+    return forget(may_be_infinite(a, b), Interval(a.lo + b.lo, a.hi + b.hi))
+
+
+def sub(a: Interval, b: Interval) -> Interval:
+    return forget(may_be_infinite(a, b), Interval(a.lo - b.hi, a.hi - b.lo))
+
+
+def mul(a: Interval, b: Interval) -> Interval:
+    return forget(may_be_infinite(a, b), corners(torch.mul, a, b))
+
+
+def div(a: Interval, b: Interval) -> Interval:
+    return forget(may_be_infinite(a, b) | ~((b.lo > 0) | (b.hi < 0)), corners(torch.div, a, b))
+
+
+def floordiv(a: Interval, b: Interval) -> Interval:
+    quotient = div(a, b)
+    large = (a.lo.abs() >= EXACT) | (a.hi.abs() >= EXACT)
+    return Interval(quotient.lo.floor() - large.double(), quotient.hi.floor() + large.double())
+
+
+def mod_integer(a: Interval, b: Interval) -> Interval:
+    return _mod(a, b, 1.0)
+
+
+def mod_float(a: Interval, b: Interval) -> Interval:
+    # 0 is always possible: a quotient just below a whole number may round up to it.
+    general = _mod(a, b, 0.0)
+    return forget(general.lo.isnan(), hull(general, point(torch.zeros_like(general.lo))))
+
+
+def _mod(a: Interval, b: Interval, gap: float) -> Interval:
+    """The remainder has the divisor's sign; on a stretch within one period it is increasing."""
+    zero = torch.zeros_like(a.lo + b.lo)
+    anything = Interval(torch.where(b.lo > 0, zero, b.lo + gap), torch.where(b.hi < 0, zero, b.hi - gap))
+    period = (a.lo / b.lo).floor()
+    same = is_point(b) & (period == (a.hi / b.hi).floor()) & (a.lo.abs() < EXACT) & (a.hi.abs() < EXACT)
+    inside = Interval(a.lo - period * b.lo, a.hi - period * b.lo)
+    unsafe = may_be_infinite(a, b) | ~((b.lo > 0) | (b.hi < 0)) | a.lo.isnan() | a.hi.isnan()
+    return forget(unsafe, choose(same & (gap > 0), inside, anything))
+
+
+def power(a: Interval, b: Interval) -> Interval:
+    n = b.lo
+    whole = is_point(b) & (n == n.floor()) & (n >= 0)
+    even = whole & (n % 2 == 0)
+    ends = corners(torch.pow, a, point(n))
+    low = torch.where(even & contains(a, 0.0), torch.where(n == 0, 1.0, 0.0), ends.lo)
+    positive = corners(torch.pow, a, b)
+    result = choose(whole, Interval(low, ends.hi), positive)
+    return forget(may_be_infinite(a, b) | ~(whole | (a.lo > 0)), result)
+
+
+def power_integer(a: Interval, b: Interval) -> Interval:
+    """Whole, although float64's pow may miss by a rounding, and a negative exponent gives 0 or 1."""
+    exact = power(a, b)
+    lo, hi = exact.lo.round(), exact.hi.round()
+    near = 2**-40
+    return Interval(
+        torch.where((lo - exact.lo).abs() <= lo.abs() * near, lo, exact.lo.floor()),
+        torch.where((hi - exact.hi).abs() <= hi.abs() * near, hi, exact.hi.ceil()),
+    )
+
+
+def shift_left(a: Interval, b: Interval) -> Interval:
+    return forget((b.lo < 0) | (b.hi > 62), corners(lambda x, n: x * torch.exp2(n), a, b))
+
+
+def shift_right(a: Interval, b: Interval) -> Interval:
+    return forget((b.lo < 0) | (b.hi > 62), corners(lambda x, n: (x / torch.exp2(n)).floor(), a, b))
+
+
+def negate(a: Interval) -> Interval:
+    return Interval(-a.hi, -a.lo)
+
+
+def absolute(a: Interval) -> Interval:
+    largest = torch.maximum(a.lo.abs(), a.hi.abs())
+    smallest = torch.minimum(a.lo.abs(), a.hi.abs())
+    return Interval(torch.where(contains(a, 0.0), 0.0, smallest), largest)
+
+
+def sign(a: Interval) -> Interval:
+    """torch's sign of NaN is 0, so of the unknown it is anything from -1 to 1."""
+    return Interval(torch.where(a.lo.isnan(), -1.0, a.lo.sign()), torch.where(a.hi.isnan(), 1.0, a.hi.sign()))
+
+
+def minimum(a: Interval, b: Interval) -> Interval:
+    return Interval(torch.minimum(a.lo, b.lo), torch.minimum(a.hi, b.hi))
+
+
+def maximum(a: Interval, b: Interval) -> Interval:
+    return Interval(torch.maximum(a.lo, b.lo), torch.maximum(a.hi, b.hi))
+
+
+def three_valued(yes: Tensor, no: Tensor) -> Interval:
+    return Interval(yes.double(), 1.0 - no.double())
+
+
+def less(a: Interval, b: Interval) -> Interval:
+    return three_valued(a.hi < b.lo, a.lo >= b.hi)
+
+
+def less_equal(a: Interval, b: Interval) -> Interval:
+    return three_valued(a.hi <= b.lo, a.lo > b.hi)
+
+
+def equal(a: Interval, b: Interval) -> Interval:
+    return three_valued(is_point(a) & is_point(b) & (a.lo == b.lo), (a.hi < b.lo) | (a.lo > b.hi))
+
+
+def logical_not(a: Interval) -> Interval:
+    return Interval(1.0 - a.hi, 1.0 - a.lo)
+
+
+def logical_xor(a: Interval, b: Interval) -> Interval:
+    known = is_point(a) & is_point(b)
+    return three_valued(known & (a.lo != b.lo), known & (a.lo == b.lo))
+
+
+def bit_and(a: Interval, b: Interval) -> Interval:
+    """x & y with y >= 0 lies in [0, y]."""
+    upper_a = torch.where(a.lo >= 0, a.hi, torch.inf)
+    upper_b = torch.where(b.lo >= 0, b.hi, torch.inf)
+    upper = torch.minimum(upper_a, upper_b)
+    return forget(upper.isinf(), Interval(torch.zeros_like(upper), upper))
+
+
+def bit_or(a: Interval, b: Interval) -> Interval:
+    return _below_power_of_two(a, b, torch.maximum(a.lo, b.lo))
+
+
+def bit_xor(a: Interval, b: Interval) -> Interval:
+    return _below_power_of_two(a, b, torch.zeros_like(a.lo + b.lo))
+
+
+def _below_power_of_two(a: Interval, b: Interval, low: Tensor) -> Interval:
+    """Non-negative operands set no bit above the highest one of either."""
+    bits = torch.frexp(torch.maximum(a.hi, b.hi)).exponent
+    return forget(~((a.lo >= 0) & (b.lo >= 0)), Interval(low, torch.exp2(bits.double()) - 1))
+
+
+def where(c: Interval, a: Interval, b: Interval) -> Interval:
+    return choose(c.lo == 1, a, choose(c.hi == 0, b, hull(a, b)))
+
+
+def square_root(a: Interval) -> Interval:
+    return forget(~(a.lo >= 0), increasing(torch.sqrt)(a))
+
+
+def reciprocal_square_root(a: Interval) -> Interval:
+    return forget(~(a.lo > 0), Interval(torch.rsqrt(a.hi), torch.rsqrt(a.lo)))
+
+
+def logarithm(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
+    return lambda a: forget(~(a.lo >= 0), increasing(f)(a))
+
+
+def wave(a: Interval) -> Interval:
+    """sin and cos of anything finite."""
+    return forget(may_be_infinite(a) | a.lo.isnan() | a.hi.isnan(), Interval(-torch.ones_like(a.lo), torch.ones_like(a.lo)))
+
+
+def silu(a: Interval) -> Interval:
+    f = torch.nn.functional.silu
+    lo, hi = f(a.lo), f(a.hi)
+    at, lowest = SILU_LOWEST
+    low = torch.where(contains(a, at), torch.full_like(lo, lowest), torch.minimum(lo, hi))
+    return forget(may_be_infinite(a), Interval(low, torch.maximum(lo, hi)))
+
+
+LN2 = math.log(2.0)

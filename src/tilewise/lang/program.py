@@ -1,0 +1,174 @@
+"""A program: a mask or a score as a straight line of instructions.
+
+Instruction k may use the values of instructions before it. What varies between calls with the same structure is not
+in the program but in its arguments: captured tensors, and the Python numbers met while tracing (`int` and `float`
+slots). The program's text is its key, and enough to rebuild it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from tilewise.lang.types import DIMENSIONED, INDEX, NUMBER, ZERO_DIM, Type
+
+INDICES = ("b", "h", "q", "kv")
+
+
+class Instruction(NamedTuple):
+    op: str
+    args: tuple[int, ...]
+    attr: str  # index name, slot, dtype or literal, depending on the operation; "" where there is none
+    type: Type
+
+
+class CaptureSpec(NamedTuple):
+    dtype: str
+    rank: int
+
+
+class Tape:
+    """Instructions being written; the same one is never written twice."""
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction] = []
+        self._written: dict[tuple[str, tuple[int, ...], str], int] = {}
+
+    def put(self, op: str, args: tuple[int, ...], attr: str, type: Type) -> int:
+        key = (op, args, attr)
+        found = self._written.get(key)
+        if found is not None:
+            return found
+        self.instructions.append(Instruction(op, args, attr, type))
+        self._written[key] = len(self.instructions) - 1
+        return len(self.instructions) - 1
+
+    def type(self, k: int) -> Type:
+        return self.instructions[k].type
+
+    def index(self, name: str) -> int:
+        return self.put("index", (), name, INDEX)
+
+    def score(self, dtype: str) -> int:
+        return self.put("score", (), dtype, Type(dtype, DIMENSIONED))
+
+    def int_slot(self, slot: int) -> int:
+        return self.put("int", (), str(slot), Type("i64", NUMBER))
+
+    def float_slot(self, slot: int) -> int:
+        return self.put("float", (), str(slot), Type("f32", NUMBER))
+
+    def literal(self, value: bool | int | float) -> int:
+        dtype = "bool" if isinstance(value, bool) else "i64" if isinstance(value, int) else "f32"
+        return self.put("literal", (), repr(value), Type(dtype, NUMBER))
+
+    def load(self, slot: int, dtype: str, indices: tuple[int, ...]) -> int:
+        level = max([ZERO_DIM, *[self.type(i).level for i in indices]])
+        return self.put("load", indices, str(slot), Type(dtype, level))
+
+
+LITERALS = {"True": True, "False": False}
+
+
+def literal_value(text: str) -> bool | int | float:
+    """The number a `literal` instruction stands for."""
+    if text in LITERALS:
+        return LITERALS[text]
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+@dataclass(frozen=True)
+class Program:
+    instructions: tuple[Instruction, ...]
+    results: tuple[int, ...]
+    captures: tuple[CaptureSpec, ...]
+    text: str
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """Which of b, h, q, kv and score any result depends on."""
+        return frozenset().union(*(self.dependencies[k] for k in self.results))
+
+    @cached_property
+    def dependencies(self) -> tuple[frozenset[str], ...]:
+        """For every instruction, the indices it depends on (its natural rank), and `score`."""
+        found: list[frozenset[str]] = []
+        for op, args, attr, _ in self.instructions:
+            own = {attr} if op == "index" else {"score"} if op == "score" else set()
+            found.append(frozenset(own).union(*(found[a] for a in args)))
+        return tuple(found)
+
+    @property
+    def result_type(self) -> Type:
+        return self.instructions[self.results[0]].type
+
+
+def finish(tape: Tape, results: tuple[int, ...], captures: tuple[CaptureSpec, ...]) -> Program:
+    """The program of what the results need, and nothing else."""
+    needed = [False] * len(tape.instructions)
+    for k in results:
+        needed[k] = True
+    for k in range(len(tape.instructions) - 1, -1, -1):
+        if needed[k]:
+            for a in tape.instructions[k].args:
+                needed[a] = True
+    place: list[int] = []
+    kept: list[Instruction] = []
+    for k, instruction in enumerate(tape.instructions):
+        place.append(len(kept))
+        if needed[k]:
+            args = tuple([place[a] for a in instruction.args])
+            kept.append(Instruction(instruction.op, args, instruction.attr, instruction.type))
+    return program_of(kept, tuple([place[k] for k in results]), captures)
+
+
+def program_of(instructions: list[Instruction], results: tuple[int, ...], captures: tuple[CaptureSpec, ...]) -> Program:
+    """A program with its text: `dtype:rank` of the captures; one `op attr operands` per instruction; `-> results`."""
+    lines = [" ".join([f"{dtype}:{rank}" for dtype, rank in captures])]
+    for op, args, attr, _ in instructions:
+        lines.append(" ".join([op, attr if attr else "-", *[str(a) for a in args]]))
+    lines.append(" ".join(["->", *[str(k) for k in results]]))
+    return Program(tuple(instructions), results, captures, ";".join(lines))
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Program:
+    """The program with this text."""
+    from tilewise.lang.ops import OPS, infer
+
+    head, *lines, tail = text.split(";")
+    captures = tuple(CaptureSpec(c.split(":")[0], int(c.split(":")[1])) for c in head.split())
+    tape = Tape()
+    for line in lines:
+        op, attr, *args = line.split()
+        at = tuple(map(int, args))
+        if op == "index":
+            tape.index(attr)
+        elif op == "score":
+            tape.score(attr)
+        elif op == "int":
+            tape.int_slot(int(attr))
+        elif op == "float":
+            tape.float_slot(int(attr))
+        elif op == "literal":
+            tape.literal(literal_value(attr))
+        elif op == "load":
+            tape.load(int(attr), captures[int(attr)].dtype, at)
+        else:
+            attr = "" if attr == "-" else attr
+            tape.put(op, at, attr, infer(OPS[op], tuple(tape.type(a) for a in at), attr))
+    return program_of(tape.instructions, tuple(map(int, tail[3:].split())), captures)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A program and the arguments of one call: what tracing a function gives."""
+
+    program: Program
+    captures: tuple[torch.Tensor, ...] = ()
+    ints: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()

@@ -1,0 +1,351 @@
+"""Masks: who may attend to whom.
+
+A mask is a function f(b, h, q, kv) that is true where query q may attend to key kv. The masks here carry a name and
+combine with `&`, `|` and `~`, with each other and with plain functions:
+
+    masks.causal & masks.sliding_window(1024)
+    masks.document(ids) & (lambda b, h, q, kv: q >= kv)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InputError, TraceError
+from tilewise.lang import Call, name_of, trace_mask
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+class Mask:
+    """A mask function with a name. It is traced once, so what it captures must not be rebound afterwards."""
+
+    def __init__(self, function: MaskFunction, label: str, *parameters: Any) -> None:
+        self.function = function
+        self._label = label
+        self._parameters = parameters
+        self._call: Call | None = None
+
+    @property
+    def name(self) -> str:
+        """What the mask is, with its parameters: `causal & sliding_window(1024)`."""
+        parts = [p._name_within(self._label) if isinstance(p, Mask) else str(p) for p in self._parameters]
+        if self._label in ("&", "|"):
+            return f" {self._label} ".join(parts)
+        if self._label == "~":
+            return "~" + parts[0]
+        return f"{self._label}({', '.join(parts)})" if parts else self._label
+
+    def _name_within(self, operator: str) -> str:
+        """The name as an operand: in parentheses where another operator would tear it apart."""
+        return f"({self.name})" if self._label in ("&", "|") and self._label != operator else self.name
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.function(b, h, q, kv)
+
+    def __and__(self, other: "Mask | MaskFunction") -> "Mask":
+        return _combine(self, as_mask(other), "&")
+
+    def __rand__(self, other: MaskFunction) -> "Mask":
+        return _combine(as_mask(other), self, "&")
+
+    def __or__(self, other: "Mask | MaskFunction") -> "Mask":
+        return _combine(self, as_mask(other), "|")
+
+    def __ror__(self, other: MaskFunction) -> "Mask":
+        return _combine(as_mask(other), self, "|")
+
+    def __invert__(self) -> "Mask":
+        f = self.function
+        return Mask(lambda b, h, q, kv: logical_not(f(b, h, q, kv)), "~", self)
+
+    def __bool__(self) -> bool:
+        raise TraceError(f"the mask {self.name} has no truth value: combine masks with & | ~, not with and, or, not")
+
+    def __repr__(self) -> str:
+        return f"Mask({self.name})"
+
+    def traced(self) -> Call:
+        if torch.compiler.is_compiling():
+            return trace_mask(self.function)
+        if self._call is None:
+            self._call = trace_mask(self.function)
+        return self._call
+
+
+def logical_not(allowed: Any) -> Any:
+    """~ of a traced value; a mask may also return a plain bool, of which ~ would be an integer."""
+    return not allowed if isinstance(allowed, bool) else ~allowed
+
+
+def _combine(left: Mask, right: Mask, operator: str) -> Mask:
+    f, g = left.function, right.function
+
+    def both(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return f(b, h, q, kv) & g(b, h, q, kv)
+
+    def either(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return f(b, h, q, kv) | g(b, h, q, kv)
+
+    return Mask(both if operator == "&" else either, operator, left, right)
+
+
+def as_mask(function: "Mask | MaskFunction") -> Mask:
+    """A plain mask function as a Mask, to combine it and to give it a name."""
+    if isinstance(function, Mask):
+        return function
+    if not callable(function):
+        raise InputError(f"a mask is a function of (b, h, q, kv), got {type(function).__name__}")
+    return Mask(function, name_of(function).strip("'"))
+
+
+def at_most(value: Any, limit: int) -> Any:
+    """value <= limit, written as a comparison with 0: torch.compile cannot follow a symbol compared with an int that varies."""
+    return value - limit <= 0
+
+
+full = Mask(lambda b, h, q, kv: True, "full")
+causal = Mask(lambda b, h, q, kv: q >= kv, "causal")
+
+
+def causal_lower_right(q_len: int, kv_len: int) -> Mask:
+    """Causal with the last query aligned to the last key, as for a decoder that continues a cache."""
+    offset = kv_len - q_len
+    return Mask(lambda b, h, q, kv: q + offset >= kv, "causal_lower_right", q_len, kv_len)
+
+
+def sliding_window(left: int, right: int | None = None) -> Mask:
+    """Keys from `left` before the query to `right` after it; `right` is `left` unless given."""
+    reach = left if right is None else right
+    if left < 0 or reach < 0:
+        raise InputError(f"sliding_window takes non-negative reaches, got left={left}, right={right}")
+    parameters = (left,) if right is None else (left, right)
+    return Mask(lambda b, h, q, kv: at_most(q - kv, left) & at_most(kv - q, reach), "sliding_window", *parameters)
+
+
+def dilated_window(reach: int, dilation: int) -> Mask:
+    """Every `dilation`-th key within `reach` on either side of the query."""
+    if reach < 0 or dilation < 1:
+        raise InputError(f"dilated_window takes reach >= 0 and dilation >= 1, got {reach}, {dilation}")
+
+    def dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        distance = (q - kv).abs()
+        return at_most(distance, reach) & (distance % dilation == 0)
+
+    return Mask(dilated, "dilated_window", reach, dilation)
+
+
+def prefix_lm(prefix: int | Tensor) -> Mask:
+    """Everyone sees the first `prefix` keys (a number, or one per batch element), the rest is causal."""
+    if isinstance(prefix, Tensor):
+        lengths = _integers(prefix, 1, "prefix_lm")
+        return Mask(lambda b, h, q, kv: (kv < lengths[b]) | (q >= kv), "prefix_lm", "per batch")
+    return Mask(lambda b, h, q, kv: at_most(kv + 1, prefix) | (q >= kv), "prefix_lm", prefix)
+
+
+def document(ids: Tensor | None = None, kv_ids: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Mask:
+    """Tokens attend only within their own document.
+
+    `ids` has one id per token, (S,) or (B, S); `kv_ids` those of the keys where they differ. Or give the documents'
+    `lengths`, in the order in which they are packed.
+    """
+    if (ids is None) == (lengths is None):
+        raise InputError("document takes either ids or lengths")
+    if lengths is not None:
+        ids = ids_of_lengths(lengths)
+    assert ids is not None
+    q_ids = _integers(ids, (1, 2), "document")
+    k_ids = q_ids if kv_ids is None else _integers(kv_ids, (1, 2), "document")
+    if q_ids.dim() != k_ids.dim():
+        raise InputError(f"document ids of shape {tuple(q_ids.shape)} and kv_ids of shape {tuple(k_ids.shape)} must have the same number of dimensions")
+    if q_ids.dim() == 2:
+        return Mask(lambda b, h, q, kv: q_ids[b, q] == k_ids[b, kv], "document")
+    return Mask(lambda b, h, q, kv: q_ids[q] == k_ids[kv], "document")
+
+
+def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
+    """(n,) lengths -> (sum of lengths,) ids 0, 0, ..., 1, 1, ..."""
+    counts = torch.as_tensor(lengths)
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+def padding(lengths: Tensor) -> Mask:
+    """Key kv of batch element b counts only if kv < lengths[b]."""
+    valid = _integers(lengths, 1, "padding")
+    return Mask(lambda b, h, q, kv: kv < valid[b], "padding")
+
+
+def global_tokens(which: int | Tensor) -> Mask:
+    """Marked tokens attend to all and are attended by all: the first `which`, or those true in a boolean (S,) tensor."""
+    if isinstance(which, Tensor):
+        if which.dtype != torch.bool or which.dim() != 1:
+            raise InputError(f"global_tokens takes a number or a boolean (S,) tensor, got {which.dtype} of shape {tuple(which.shape)}")
+        return Mask(lambda b, h, q, kv: which[q] | which[kv], "global_tokens")
+    return Mask(lambda b, h, q, kv: at_most(q + 1, which) | at_most(kv + 1, which), "global_tokens", which)
+
+
+def shared_prefix(lengths: Sequence[int] | Tensor, prefix_of: Sequence[int] | Tensor) -> Mask:
+    """Packed documents of which several continue one prompt: each is causal and also sees the whole of its prefix.
+
+    `prefix_of[d]` is the document that document d continues; a prompt names itself.
+    """
+    counts, prefix = torch.as_tensor(lengths), torch.as_tensor(prefix_of)
+    if counts.shape != prefix.shape or counts.dim() != 1:
+        raise InputError(f"shared_prefix takes one prefix per document, got {tuple(counts.shape)} lengths and {tuple(prefix.shape)} prefixes")
+    ids = ids_of_lengths(counts)
+    starts = torch.cumsum(counts, 0) - counts
+    token_start, token_prefix_start = starts[ids], starts[prefix[ids]]
+    token_prefix_end = token_prefix_start + counts[prefix[ids]]
+
+    def shared(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        own = (kv >= token_start[q]) & (q >= kv)
+        prompt = (kv >= token_prefix_start[q]) & (kv < token_prefix_end[q]) & (token_prefix_start[q] != token_start[q])
+        return own | prompt
+
+    return Mask(shared, "shared_prefix", f"{len(counts)} documents")
+
+
+def block_diffusion(length: int, block: int) -> Mask:
+    """Training mask of block diffusion over 2 * length tokens: noised copies first, clean tokens after.
+
+    A noised token sees its own noised block and the clean blocks before; a clean token sees clean blocks up to its own.
+    """
+
+    def diffusion(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        q_noised, kv_noised = q < length, kv < length
+        q_block, kv_block = (q % length) // block, (kv % length) // block
+        own = (q_block == kv_block) & (q_noised == kv_noised)
+        before = (q_block > kv_block) & q_noised & ~kv_noised
+        clean = (q_block >= kv_block) & ~q_noised & ~kv_noised
+        return own | before | clean
+
+    return Mask(diffusion, "block_diffusion", length, block)
+
+
+def tree(parents: Sequence[int], prefix: int = 0) -> Mask:
+    """Speculative decoding: node q of a tree sees the first `prefix` keys, its ancestors and itself.
+
+    `parents[n]` is node n's parent, which comes before it; a root names -1.
+    """
+    count = len(parents)
+    ancestors = torch.eye(count, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= node:
+            raise InputError(f"tree: node {node} has parent {parent}; a parent comes before its children")
+        if parent >= 0:
+            ancestors[node] |= ancestors[parent]
+
+    def within(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv < prefix) | ((kv >= prefix) & ancestors[q, (kv - prefix).clamp(0, count - 1)])
+
+    return Mask(within, "tree", f"{count} nodes", f"prefix {prefix}")
+
+
+def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mask:
+    """Each token of a 1-D, 2-D or 3-D grid (row-major) sees the `window` nearest along every axis.
+
+    At the border the window is moved inwards, never cut: every token sees the same number of neighbours.
+    """
+    sizes, windows = _grid(shape, window, "neighborhood")
+
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return _inside_windows(_coordinates(q, sizes), _coordinates(kv, sizes), sizes, windows)
+
+    return Mask(near, "neighborhood", _by(sizes), _by(windows))
+
+
+def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int], text: int = 0) -> Mask:
+    """Sliding tile attention: the neighborhood of whole tiles, on tokens stored tile after tile, then `text` tokens.
+
+    Text tokens see everything and are seen by everyone.
+    """
+    sizes, windows = _grid(shape, window, "sliding_tile")
+    tiles = tuple(tile)
+    if len(tiles) != len(sizes) or any(s % t or w % t for s, w, t in zip(sizes, windows, tiles, strict=True)):
+        raise InputError(f"sliding_tile: shape {sizes} and window {windows} must be multiples of the tile {tiles}")
+    counts = tuple(s // t for s, t in zip(sizes, tiles, strict=True))
+    reaches = tuple(w // t for w, t in zip(windows, tiles, strict=True))
+    per_tile, vision = _product(tiles), _product(sizes)
+
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        q_tile, kv_tile = _coordinates(q // per_tile, counts), _coordinates(kv // per_tile, counts)
+        image = (q < vision) & (kv < vision) & _inside_windows(q_tile, kv_tile, counts, reaches)
+        return image | (q >= vision) | (kv >= vision) if text else image
+
+    return Mask(near, "sliding_tile", _by(sizes), _by(windows), _by(tiles))
+
+
+def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
+    """Text queries attend to images: image n is seen by queries from intervals[n, 0] up to before intervals[n, 1]."""
+    spans = _integers(intervals, 2, "cross")
+    count = spans.shape[0]
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        image = (kv // tokens_per_image).clamp(0, count - 1)
+        return (q >= spans[image, 0]) & (q < spans[image, 1])
+
+    return Mask(visible, "cross", f"{count} images")
+
+
+def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
+    """Batch element b uses choices[which[b]]."""
+    options = [as_mask(m) for m in choices]
+    if not options:
+        raise InputError("per_batch takes at least one mask")
+    chosen = _integers(which, 1, "per_batch")
+
+    def select(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        allowed: Any = options[0](b, h, q, kv) & (chosen[b] == 0)
+        for k in range(1, len(options)):
+            allowed = allowed | (options[k](b, h, q, kv) & (chosen[b] == k))
+        return allowed
+
+    return Mask(select, "per_batch", *options)
+
+
+def _integers(tensor: Tensor, dims: int | tuple[int, ...], who: str) -> Tensor:
+    allowed = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() not in allowed:
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise InputError(f"{who} takes an integer tensor with {' or '.join(map(str, allowed))} dimension(s), got {given}")
+    return tensor
+
+
+def _grid(shape: int | Sequence[int], window: int | Sequence[int], who: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
+    if not 1 <= len(sizes) <= 3 or len(windows) != len(sizes) or any(not 1 <= w <= s for s, w in zip(sizes, windows, strict=True)):
+        raise InputError(f"{who}: shape {sizes} needs 1 to 3 axes and a window from 1 to its size along each, got {windows}")
+    return sizes, windows
+
+
+def _coordinates(index: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """Row-major coordinates of a flat index; the first axis is not wrapped."""
+    found: list[Any] = []
+    for size in sizes[:0:-1]:
+        found.append(index % size)
+        index = index // size
+    found.append(index)
+    return found[::-1]
+
+
+def _inside_windows(query: list[Any], key: list[Any], sizes: tuple[int, ...], windows: tuple[int, ...]) -> Any:
+    allowed: Any = None
+    for i, j, size, window in zip(query, key, sizes, windows, strict=True):
+        start = (i - window // 2).clamp(0, size - window)
+        here = (j >= start) & (j < start + window)
+        allowed = here if allowed is None else allowed & here
+    return allowed
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _by(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))

@@ -1,0 +1,102 @@
+"""Packed sequences: many sequences of different lengths laid end to end, with no padding between them.
+
+A packed batch is one long sequence in which tokens attend only within their own sequence. The user's mask and score see
+positions inside each sequence, and the sequence's number as b. Tile maps leave out everything between sequences, so no
+engine needs to know about packing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InputError
+from tilewise.masks import Mask
+from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """(tokens, heads, head dim) tensors and where each sequence begins: offsets[n] .. offsets[n + 1]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    q_offsets: Tensor
+    kv_offsets: Tensor
+
+
+def sequence_and_position(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """For every token, the number of its sequence (-1 after the last) and its position inside it."""
+    at = torch.arange(tokens, device=offsets.device)
+    number = torch.searchsorted(offsets.long(), at, right=True) - 1
+    inside = number < offsets.shape[0] - 1
+    start = offsets.long()[number.clamp(min=0)]
+    return torch.where(inside, number, -1), at - start
+
+
+def check_offsets(offsets: Tensor, tokens: int, name: str) -> None:
+    """Offsets that do not begin at 0, go back, or pass the last token would read other sequences' tokens."""
+    if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"{name} must be a 1-D int32 or int64 tensor with one more entry than sequences, got {offsets.dtype} of shape {tuple(offsets.shape)}")
+    if torch.compiler.is_compiling():
+        return  # contents are not known while compiling; sequence_and_position stays within the tokens whatever they are
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last > tokens or bool((offsets[1:] < offsets[:-1]).any()):
+        raise InputError(f"{name} must start at 0, never decrease and end at most at the {tokens} tokens given, got {_shown(offsets)}")
+
+
+def _shown(offsets: Tensor) -> str:
+    listed = offsets.tolist()
+    return str(listed) if len(listed) <= 8 else f"[{', '.join(map(str, listed[:4]))}, ..., {', '.join(map(str, listed[-3:]))}]"
+
+
+def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, is_causal: bool) -> tuple[Mask, list[Any]]:
+    """The user's mask and scores, as they read on the packed sequence."""
+    q_sequence, q_position = sequence_and_position(packed.q_offsets, packed.query.shape[0])
+    kv_sequence, kv_position = sequence_and_position(packed.kv_offsets, packed.key.shape[0])
+    if mask is not None and not callable(mask):
+        raise InputError(f"packed sequences take a mask function or a mask of tilewise.masks, which see positions inside each sequence; got {type(mask).__name__}")
+
+    def same_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        number, i, j = q_sequence[q], q_position[q], kv_position[kv]
+        allowed = (number == kv_sequence[kv]) & (number >= 0)
+        if is_causal:
+            allowed = allowed & (i >= j)
+        return allowed if mask is None else allowed & mask(number.clamp(min=0), h, i, j)
+
+    def inside(function: ScoreFunction) -> Score:
+        def changed(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return function(s, q_sequence[q].clamp(min=0), h, q_position[q], kv_position[kv])
+
+        return Score(changed, getattr(function, "name", "score"))
+
+    label = "packed" if mask is None else f"packed {getattr(mask, 'name', 'mask')}"
+    return Mask(same_sequence, label), [s if isinstance(s, Sinks) else inside(s) for s in as_scores(score)]
+
+
+def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:
+    """Jagged nested tensors (batch, sequence, heads, D) ["bshd"] or (batch, heads, sequence, D) ["bhsd"], packed."""
+    if layout not in ("bhsd", "bshd"):
+        raise InputError(f"nested tensors take layout 'bhsd' or 'bshd', got {layout!r}")
+    parts = []
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
+            raise InputError(f"{name} must be a 4-D nested tensor with layout=torch.jagged, as the others are")
+        tokens_first = tensor.transpose(1, 2) if layout == "bhsd" else tensor
+        parts.append(tokens_first)
+    q, k, v = parts
+    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+        raise InputError("key and value must have the same sequence lengths")
+    if q.shape[0] != k.shape[0]:
+        raise InputError(f"query has {q.shape[0]} sequences, key and value have {k.shape[0]}")
+    return Packed(q.values(), k.values(), v.values(), q.offsets(), k.offsets())
+
+
+def nest(out: Tensor, packed: Packed, layout: str) -> Tensor:
+    """The packed (1, heads, tokens, D) output as a nested tensor in the layout the query came in."""
+    tokens = out.squeeze(0).transpose(0, 1)
+    nested = torch.nested.nested_tensor_from_jagged(tokens, packed.q_offsets)
+    return nested.transpose(1, 2) if layout == "bhsd" else nested

@@ -1,0 +1,142 @@
+"""Scores: changes to s = scale * q.k before the mask and the softmax.
+
+A score is a function f(score, b, h, q, kv) that returns the new score; several apply in the order given:
+
+    tw.attention(q, k, v, score=[scores.alibi(8), scores.softcap(30.0)])
+
+Tensors they capture may require grad.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InputError
+
+ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+class Score:
+    """A score function with a name."""
+
+    def __init__(self, function: ScoreFunction, label: str, *parameters: Any) -> None:
+        self.function = function
+        self._label = label
+        self._parameters = parameters
+
+    @property
+    def name(self) -> str:
+        """What the score does, with its parameters: `softcap(30.0)`."""
+        return f"{self._label}({', '.join(map(str, self._parameters))})" if self._parameters else self._label
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.function(score, b, h, q, kv)
+
+    def __repr__(self) -> str:
+        return f"Score({self.name})"
+
+
+class Sinks(Score):
+    """One logit per query head that takes part in the softmax's denominator and attends to nothing."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(lambda score, b, h, q, kv: score, "sinks")
+        self.logits = logits
+
+
+def sinks(logits: Tensor) -> Sinks:
+    """Attention sinks: softmax over the keys' scores and logits[h]; `lse` includes the sink."""
+    if logits.dim() != 1 or not logits.is_floating_point():
+        raise InputError(f"sinks takes one logit per query head, a float (H,) tensor, got {logits.dtype} of shape {tuple(logits.shape)}")
+    return Sinks(logits)
+
+
+def alibi(heads: int | Tensor) -> Score:
+    """score - slope[h] * (q - kv): slopes of the ALiBi paper for a number of heads, or a tensor of your own."""
+    slopes = heads if isinstance(heads, Tensor) else alibi_slopes(heads)
+    return Score(lambda score, b, h, q, kv: score + slopes[h] * (kv - q), "alibi", slopes.shape[0])
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """2^(-8/n), 2^(-16/n), ... for n heads; other counts than powers of two interleave the next power's, as the paper does."""
+    if heads < 1:
+        raise InputError(f"alibi takes at least one head, got {heads}")
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (k + 1) / power) for k in range(power)]
+    slopes += [2.0 ** (-4.0 * (k + 1) / power) for k in range(0, 2 * (heads - power), 2)]
+    return torch.tensor(slopes)
+
+
+def softcap(cap: float) -> Score:
+    """cap * tanh(score / cap)."""
+    if not cap > 0:
+        raise InputError(f"softcap takes a positive cap, got {cap}")
+    return Score(lambda score, b, h, q, kv: cap * torch.tanh(score / cap), "softcap", cap)
+
+
+def relative_bias(table: Tensor, *, buckets: str | None = None, bidirectional: bool = True, max_distance: int = 128) -> Score:
+    """A learned bias by head and relative position.
+
+    `table` is (H, 2 * reach + 1), entry reach + q - kv; farther positions use the edge. With buckets="t5" it is T5's
+    (num_buckets, H) embedding, with `bidirectional` and `max_distance` as in T5.
+    """
+    if table.dim() != 2:
+        raise InputError(f"relative_bias takes a 2-D table, got shape {tuple(table.shape)}")
+    if buckets is None:
+        if table.shape[1] % 2 == 0:
+            raise InputError(f"relative_bias takes a (H, 2 * reach + 1) table, got shape {tuple(table.shape)}")
+        reach = table.shape[1] // 2
+        return Score(lambda score, b, h, q, kv: score + table[h, (q - kv).clamp(-reach, reach) + reach], "relative_bias", reach)
+    if buckets != "t5":
+        raise InputError(f"relative_bias: buckets is None or 't5', got {buckets!r}")
+    bucket_of = t5_buckets(table.shape[0], max_distance, bidirectional).to(table.device)
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + table[bucket_of[(kv - q).clamp(-max_distance, max_distance) + max_distance], h]
+
+    return Score(biased, "relative_bias", "t5", table.shape[0])
+
+
+def t5_buckets(count: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """The bucket of every relative position kv - q from -max_distance to max_distance."""
+    distance = torch.arange(-max_distance, max_distance + 1)
+    offset = torch.zeros_like(distance)
+    if bidirectional:
+        count //= 2
+        offset = (distance > 0).long() * count
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = count // 2
+    large = exact + (torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (count - exact)).long()
+    return offset + torch.where(distance < exact, distance, large.clamp(max=count - 1))
+
+
+def bias(tensor: Tensor) -> Score:
+    """score + tensor, broadcast from the right over (b, h, q, kv) as torch broadcasts."""
+    if not 1 <= tensor.dim() <= 4 or not tensor.is_floating_point():
+        raise InputError(f"bias takes a float tensor that broadcasts to (B, H, Sq, Skv), got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    broadcast = [size == 1 for size in tensor.shape]
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        place = (b, h, q, kv)[4 - len(broadcast) :]
+        return score + tensor[tuple([0 if one else i for one, i in zip(broadcast, place, strict=True)])]
+
+    return Score(biased, "bias", *tensor.shape)
+
+
+def distance_decay(rate: float | Tensor) -> Score:
+    """score - rate * |q - kv|; `rate` may be one per head."""
+    if isinstance(rate, Tensor) and rate.dim() == 1:
+        return Score(lambda score, b, h, q, kv: score - rate[h] * (q - kv).abs(), "distance_decay", "per head")
+    return Score(lambda score, b, h, q, kv: score - rate * (q - kv).abs(), "distance_decay", "learned" if isinstance(rate, Tensor) else rate)
+
+
+def as_scores(given: ScoreFunction | Sequence[ScoreFunction] | None) -> tuple[ScoreFunction, ...]:
+    """One score, several, or none, as a tuple."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)

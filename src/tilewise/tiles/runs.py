@@ -1,0 +1,148 @@
+"""Runs: for every row, the stretches of consecutive columns that belong to a set.
+
+A causal map of a million tokens has one stretch per row, so thousands of numbers stand for tens of millions of tiles.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Row r holds the runs offsets[r] .. offsets[r + 1]; run k covers columns start[k] .. start[k] + count[k].
+
+    Runs of a row are sorted, disjoint and do not touch.
+    """
+
+    offsets: Tensor  # [rows + 1] int32
+    start: Tensor  # [runs] int32
+    count: Tensor  # [runs] int32
+
+    @property
+    def rows(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.offsets.device
+
+    def total(self) -> int:
+        """How many cells are covered."""
+        return int(self.count.sum(dtype=torch.int64))
+
+    def row_of_run(self) -> Tensor:
+        """[runs] the row of every run."""
+        lengths = (self.offsets[1:] - self.offsets[:-1]).long()
+        return torch.repeat_interleave(torch.arange(self.rows, device=self.device), lengths)
+
+    def to(self, device: torch.device | str) -> "Runs":
+        return Runs(self.offsets.to(device), self.start.to(device), self.count.to(device))
+
+    def cells(self) -> tuple[Tensor, Tensor]:
+        """Every covered cell as (row, column), in order."""
+        return expand(self.row_of_run(), self.start.long(), self.count.long())
+
+    def select(self, rows: Tensor) -> "Runs":
+        """The given rows, in the given order."""
+        lengths = (self.offsets[1:] - self.offsets[:-1]).long()[rows]
+        new_row, run = expand(torch.arange(len(rows), device=self.device), self.offsets[:-1].long()[rows], lengths)
+        return from_entries(new_row, self.start.long()[run], self.count.long()[run], len(rows))
+
+    def transpose(self, groups: int, columns: int) -> "Runs":
+        """Rows become columns within each of `groups` equal blocks of rows.
+
+        The cells in which two neighbouring rows differ are where a column's runs begin or end. They follow from the
+        runs' own ends: an end that two neighbouring rows share cancels out. So the cost is that of the answer.
+        """
+        height = self.rows // groups
+        row, start, end = self.row_of_run(), self.start.long(), (self.start + self.count).long()
+        line = torch.cat([row, row])  # a row toggles at its runs' ends, and the line below toggles back
+        group, place = line // height, line % height
+        ends = torch.cat([start, end])
+        lines = torch.cat([group * (height + 1) + place, group * (height + 1) + place + 1])
+        keys = torch.cat([ends, ends]) + lines * (columns + 1)
+        kept, times = torch.unique(keys, return_counts=True)
+        kept = kept[times % 2 == 1]
+        first, last = kept[0::2], kept[1::2]
+        at, column = expand(first // (columns + 1), first % (columns + 1), last - first)
+        cell = torch.sort(((at // (height + 1)) * columns + column) * (height + 1) + at % (height + 1)).values
+        begin, stop = cell[0::2], cell[1::2]
+        return from_entries(begin // (height + 1), begin % (height + 1), stop - begin, groups * columns)
+
+
+def expand(row: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs (row, start, count) as cells (row, column)."""
+    which = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+    before = torch.cumsum(count, 0) - count
+    within = torch.arange(len(which), device=count.device) - before[which]
+    return row[which], start[which] + within
+
+
+def from_entries(row: Tensor, start: Tensor, count: Tensor, rows: int) -> Runs:
+    """Runs from disjoint stretches in any order; touching ones are joined."""
+    width = int((start + count).max()) + 1 if len(start) else 1
+    order = torch.argsort(row * width + start)
+    row, start, count = row[order], start[order], count[order]
+    if len(row):
+        joined = (row[1:] == row[:-1]) & (start[1:] == start[:-1] + count[:-1])
+        first = torch.cat([torch.ones(1, dtype=torch.bool, device=row.device), ~joined])
+        group = torch.cumsum(first, 0) - 1
+        row, start = row[first], start[first]
+        count = torch.zeros_like(start).index_add_(0, group, count)
+    return Runs(offsets_of(row, rows), start.int(), count.int())
+
+
+def from_dense(cells: Tensor) -> Runs:
+    """Runs of a boolean [rows, columns] matrix."""
+    rows, columns = cells.shape
+    edge = torch.zeros((rows, 1), dtype=torch.int8, device=cells.device)
+    padded = torch.cat([edge, cells.to(torch.int8), edge], 1)
+    change = padded[:, 1:] - padded[:, :-1]
+    row, start = (change == 1).nonzero(as_tuple=True)
+    stop = (change == -1).nonzero(as_tuple=True)[1]
+    return Runs(offsets_of(row, rows), start.int(), (stop - start).int())
+
+
+def offsets_of(row: Tensor, rows: int) -> Tensor:
+    """[rows + 1] where each row's entries begin, given the sorted row of every entry."""
+    counts = torch.bincount(row, minlength=rows)
+    zero = torch.zeros(1, dtype=torch.int64, device=row.device)
+    return torch.cat([zero, torch.cumsum(counts, 0)]).int()
+
+
+def of_blocks(counts: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(offsets, start, count) of torch's block lists: row r holds the first counts[r] entries of indices[r].
+
+    Padded with zeros to the size of `indices`, so that the sizes do not depend on the contents.
+    """
+    rows = counts.numel()
+    listed = indices.reshape(rows, -1)
+    places = torch.arange(listed.shape[1], device=listed.device)
+    row, at = (places < counts.reshape(rows, 1)).nonzero(as_tuple=True)
+    column = listed[row, at].long()
+    inside = column < columns
+    row, column = row[inside], column[inside]
+    runs = from_entries(row, column, torch.ones_like(column), rows)
+    padding = torch.zeros(listed.numel() - len(runs.start), dtype=torch.int32, device=listed.device)
+    return runs.offsets, torch.cat([runs.start, padding]), torch.cat([runs.count, padding])
+
+
+def trimmed(runs: Runs) -> Runs:
+    """Runs without the padding that fixed-size lists carry."""
+    used = int(runs.offsets[-1])
+    return runs if used == len(runs.start) else Runs(runs.offsets, runs.start[:used], runs.count[:used])
+
+
+_library = torch.library.Library("tilewise", "FRAGMENT")
+_library.define("runs_of_blocks(Tensor counts, Tensor indices, SymInt columns) -> (Tensor, Tensor, Tensor)")
+_library.impl("runs_of_blocks", of_blocks, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilewise::runs_of_blocks", lib=_library)
+def _sizes_of_blocks(counts: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    def integers(size: int) -> Tensor:
+        return indices.new_empty((size,), dtype=torch.int32)
+
+    return integers(counts.numel() + 1), integers(indices.numel()), integers(indices.numel())

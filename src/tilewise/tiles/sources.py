@@ -1,0 +1,148 @@
+"""Everything a user may pass as a mask, read into one form."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InputError
+from tilewise.lang import Call, name_of, trace_mask
+from tilewise.masks import Mask
+from tilewise.tiles.build import Geometry
+from tilewise.tiles.runs import Runs
+from tilewise.tiles.tilemap import TileMap, from_call
+
+
+class MaskReading(NamedTuple):
+    """A mask as its program, or as given tiles; what is added to the scores comes apart, as `bias`."""
+
+    call: Call | None = None
+    tiles: TileMap | None = None
+    bias: Tensor | None = None
+    name: str = "none"
+
+
+class Extent(NamedTuple):
+    """The lengths a mask is read for."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+
+
+def read_mask(mask: Any, extent: Extent, device: Any) -> MaskReading:
+    """A function, a Mask, a TileMap, torch's BlockMask, or a boolean or additive tensor."""
+    if mask is None:
+        return MaskReading()
+    if isinstance(mask, TileMap):
+        return MaskReading(mask.mask, _fitting(mask, extent), None, mask.name)
+    if isinstance(mask, Mask):
+        return MaskReading(mask.traced(), None, None, mask.name if not torch.compiler.is_compiling() else "mask")
+    if isinstance(mask, Tensor):
+        return _read_tensor(mask, extent)
+    if hasattr(mask, "kv_num_blocks") and hasattr(mask, "kv_indices"):
+        tiles = from_block_mask(mask)
+        return MaskReading(tiles.mask, _fitting(tiles, extent), None, tiles.name)
+    if not callable(mask):
+        raise InputError(
+            f"mask must be a function of (b, h, q, kv), a tilewise mask, a TileMap, a BlockMask, or a boolean or additive tensor, got {type(mask).__name__}"
+        )
+    return MaskReading(trace_mask(mask, device), None, None, "function" if torch.compiler.is_compiling() else name_of(mask).strip("'"))
+
+
+def _fitting(tiles: TileMap, extent: Extent) -> TileMap:
+    batch, heads, q_len, kv_len = tiles.shape
+    if q_len < extent.q_len or kv_len < extent.kv_len:
+        raise InputError(
+            "block_mask was created for a smaller length than you're using it for, you likely need to create a new block mask. "
+            f"It covers {q_len} queries and {kv_len} keys, the call has {extent.q_len} and {extent.kv_len}."
+        )
+    if q_len > extent.q_len or kv_len > extent.kv_len:
+        raise InputError(
+            f"the tile map covers {q_len} queries and {kv_len} keys, but the call has {extent.q_len} and {extent.kv_len}; "
+            "build it for these lengths, or slice it"
+        )
+    if batch not in (1, extent.batch) or heads not in (1, extent.heads):
+        raise InputError(f"the tile map is for batch {batch} and {heads} heads, the call has batch {extent.batch} and {extent.heads} heads")
+    return tiles
+
+
+def _read_tensor(mask: Tensor, extent: Extent) -> MaskReading:
+    shape = tuple(mask.shape)
+    name = f"tensor{list(shape)}"
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(f"a mask tensor must be boolean (true: attend) or floating point (added to the scores), got {mask.dtype}")
+    whole = (extent.batch, extent.heads, extent.q_len, extent.kv_len)
+    if mask.dim() == 2:
+        padding, square = shape == (extent.batch, extent.kv_len), shape == (extent.q_len, extent.kv_len)
+        if padding and square and extent.batch != 1:
+            raise InputError(
+                f"a 2-D mask of shape {shape} may mean (batch, keys) or (queries, keys) here; write mask[:, None, None, :] or mask[None, None]"
+            )
+        if padding and not square:
+            mask = mask[:, None, None, :]
+    if mask.dim() > 4 or any(m not in (1, w) for m, w in zip(reversed(mask.shape), reversed(whole), strict=False)):
+        raise InputError(f"a mask tensor of shape {shape} does not broadcast to (batch, heads, queries, keys) = {whole}, nor is it (batch, keys)")
+    if mask.is_floating_point():
+        return MaskReading(_allowed_by_additive(mask), None, mask, name)
+    return MaskReading(trace_mask(_indexed(mask)), None, None, name)
+
+
+def _indexed(mask: Tensor) -> Any:
+    """mask[b, h, q, kv] with the dimensions it has and 0 where it broadcasts."""
+    broadcast = [size == 1 for size in mask.shape]
+
+    def look_up(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        place = (b, h, q, kv)[4 - len(broadcast) :]
+        return mask[tuple([0 if one else i for one, i in zip(broadcast, place, strict=True)])]
+
+    return look_up
+
+
+def _allowed_by_additive(mask: Tensor) -> Call | None:
+    """Where an additive mask is -inf nothing is attended, so those tiles can be skipped."""
+    if torch.compiler.is_compiling() or mask.requires_grad:
+        return None
+    allowed = mask.detach() != float("-inf")
+    return trace_mask(_indexed(allowed)) if not bool(allowed.all()) else None
+
+
+def from_block_mask(block_mask: Any) -> TileMap:
+    """torch's BlockMask (or one of its shape) as given tiles: its lists say what is computed, its mask_mod what counts inside."""
+    tile = tuple(block_mask.BLOCK_SIZE)
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    geometry = Geometry(batch, heads, *block_mask.seq_lengths, tile)  # type: ignore[arg-type]
+    rows, device = geometry.rows, block_mask.kv_num_blocks.device
+    partial = Runs(*torch.ops.tilewise.runs_of_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, geometry.kv_tiles))
+    if block_mask.full_kv_num_blocks is None:
+        nothing = torch.zeros(0, dtype=torch.int32, device=device)
+        full = Runs(torch.zeros(rows + 1, dtype=torch.int32, device=device), nothing, nothing)
+    else:
+        full = Runs(*torch.ops.tilewise.runs_of_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, geometry.kv_tiles))
+    mask = None if block_mask.mask_mod is None else trace_mask(block_mask.mask_mod, device)
+    return TileMap(geometry, partial, full, mask, "block_mask", given=True)
+
+
+def tile_map(
+    mask: Any, *, batch: int | None = None, heads: int | None = None, q_len: int, kv_len: int,
+    device: torch.device | str | None = None, tile: tuple[int, int] = (128, 128),
+) -> TileMap:  # fmt: skip
+    """Which tiles of the score matrix a mask leaves empty, partial or full, without ever forming the matrix.
+
+    `batch` and `heads` are needed only if the mask depends on b or h. The map lies on `device`, by default where the
+    tensors the mask captures are.
+    """
+    if min(q_len, kv_len) < 0 or min(tile) < 1:
+        raise InputError(f"tile_map takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
+    reading = read_mask(mask, Extent(batch or 1, heads or 1, q_len, kv_len), device)
+    if reading.tiles is not None:
+        return reading.tiles.recut(tile) if device is None else reading.tiles.recut(tile).to(device)
+    call = reading.call if reading.call is not None else trace_mask(lambda b, h, q, kv: True)
+    for index, given, argument in (("b", batch, "batch"), ("h", heads, "heads")):
+        if index in call.program.uses and given is None:
+            raise InputError(f"the mask {reading.name} depends on {index}: tell tile_map how many there are with {argument}=")
+    from tilewise.tiles.build import device_of
+
+    where = device_of(call) if device is None else torch.device(device)
+    return from_call(call, Geometry(batch or 1, heads or 1, q_len, kv_len, (tile[0], tile[1])), reading.name, where)

@@ -1,0 +1,23 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers already share the cores
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
