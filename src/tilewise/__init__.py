@@ -3,13 +3,16 @@
 from tilewise import flex, functional, masks, scores
 from tilewise._version import __version__
 from tilewise.attention import attention
+from tilewise.building import build_flex_attention_kernels, build_kernels
 from tilewise.dispatch import attention_backend
 from tilewise.errors import BackendError, InputError, TilewiseError, TraceError
 from tilewise.explanation import Explanation, backends, explain
 from tilewise.ragged import varlen_attention
+from tilewise.store import kernel_root
 from tilewise.tiles import TileMap, tile_map
 
 __all__ = [
     "BackendError", "Explanation", "InputError", "TileMap", "TilewiseError", "TraceError", "__version__",
-    "attention", "attention_backend", "backends", "explain", "flex", "functional", "masks", "scores", "tile_map", "varlen_attention",
+    "attention", "attention_backend", "backends", "build_flex_attention_kernels", "build_kernels", "explain", "flex", "functional",
+    "kernel_root", "masks", "scores", "tile_map", "varlen_attention",
 ]  # fmt: skip

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import packing
 from tilewise.dispatch import Request, check_name, must_choose, requested_backend
-from tilewise.engines import Output, arguments
+from tilewise.engines import Output, arguments, engine_named, is_plain, run_directly
 from tilewise.engines.native import NativeEngine
-from tilewise.errors import InputError
+from tilewise.errors import BackendError, InputError
 from tilewise.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
 from tilewise.scores import ScoreFunction
 
@@ -86,7 +87,11 @@ def run(
 
 
 def operate(engine: str, problem: Problem) -> Output:
-    """Run an engine behind the torch operator."""
+    """Run an engine: directly where only eager autograd watches, else behind the torch operator."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in problem.tensors):
+        raise BackendError(f"{engine} has no forward-mode derivative (jvp); torch's SDPA has one with SDPBackend.MATH")
+    if is_plain(problem):
+        return run_directly(engine_named(engine), problem)
     return Output(*torch.ops.tilewise.attention(*arguments(engine, problem)))
 
 

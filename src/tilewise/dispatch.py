@@ -23,7 +23,7 @@ INTENTS = {
     "flash": "fused: plain or causal attention without a score",
     "math": "dense and plain, the reference",
 }
-CANDIDATES = {"flex": ("blocked",), "flash": ("native", "blocked"), "math": ("reference",)}
+CANDIDATES = {"flex": ("triton", "blocked"), "flash": ("triton", "native", "blocked"), "math": ("reference",)}
 VARIABLE = "TILEWISE_BACKEND"
 
 
@@ -96,7 +96,7 @@ def choose(problem: Problem, request: Request) -> Choice:
     verdicts: list[Verdict] = []
     chosen: Engine | None = None
     for engine in candidates(request.backend):
-        reason = _reason(engine, problem, request)
+        reason = reason_against(engine, problem, request)
         verdicts.append(Verdict(engine.name, reason))
         if reason is None and chosen is None:
             chosen = engine
@@ -111,7 +111,7 @@ def candidates(backend: str) -> list[Engine]:
     return [e for name in wanted for e in ENGINES if e.name == name]
 
 
-def _reason(engine: Engine, problem: Problem, request: Request) -> str | None:
+def reason_against(engine: Engine, problem: Problem, request: Request) -> str | None:
     """Why an engine is passed over: what the request rules out, then what the engine itself cannot do."""
     if request.backend == "flash" and (problem.score is not None or problem.sinks is not None):
         return "'flash' is attention without a score or sinks; use 'flex'"
@@ -124,9 +124,10 @@ def _reason(engine: Engine, problem: Problem, request: Request) -> str | None:
             return "SDPA draws its own random numbers for dropout, so only backend='native' uses them"
         if problem.dropout_p > 0 and request.seeded:
             return "SDPA's dropout takes no seed"
-        if request.backend == "auto" and problem.mask is not None and not problem.is_causal_only:
-            return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
-    return engine.refuse(problem)
+    reason = engine.refuse(problem)
+    if reason is None and engine.name == "native" and request.backend == "auto" and problem.mask is not None and not problem.is_causal_only:
+        return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
+    return reason
 
 
 def must_choose(problem: Problem, request: Request, mask_name: str) -> Engine:

@@ -16,5 +16,9 @@ class InputError(TilewiseError, ValueError):
     """Arguments that do not describe an attention problem."""
 
 
+class MisuseError(InputError, RuntimeError):
+    """An input error for which torch raises RuntimeError: `except` of either kind catches it."""
+
+
 class BackendError(TilewiseError, RuntimeError):
     """The backend that was asked for cannot serve this problem."""

@@ -59,7 +59,7 @@ def explain(
     """What attention() would do with the same arguments, without doing it."""
     name, source = requested_backend(backend)
     check_name(name, source)
-    options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
+    options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, 0 if seed is None else seed)  # draws no random number
     problem, mask_name = problem_of_call(query, key, value, mask, score, options, layout, heads)
     choice = choose(problem, Request(name, source, return_lse, seed is not None))
     chosen = choice.engine.name if choice.engine is not None else None

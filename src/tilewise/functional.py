@@ -60,9 +60,11 @@ def _mask(mask: Any, query: Tensor, key: Tensor) -> Any:
         return causal_lower_right(query.shape[-2], key.shape[-2]) if lower_right else causal
     if not isinstance(mask, Tensor):
         return mask
-    if mask.dim() > 4:
-        return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    whole = mask.reshape((1,) * (max(4, query.dim()) - mask.dim()) + mask.shape)
+    if whole.dim() == 4:
+        return whole
+    lead = query.shape[:-3] if any(size != 1 for size in whole.shape[:-3]) else whole.shape[:-3]
+    return whole.expand(*lead, *whole.shape[-3:]).flatten(0, -4)
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def document(ids: Tensor | None = None, kv_ids: Tensor | None = None, *, lengths
 
 def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
     """(n,) lengths -> (sum of lengths,) ids 0, 0, ..., 1, 1, ..."""
-    counts = torch.as_tensor(lengths)
+    counts = _lengths(lengths)
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
 
@@ -191,9 +191,11 @@ def shared_prefix(lengths: Sequence[int] | Tensor, prefix_of: Sequence[int] | Te
 
     `prefix_of[d]` is the document that document d continues; a prompt names itself.
     """
-    counts, prefix = torch.as_tensor(lengths), torch.as_tensor(prefix_of)
-    if counts.shape != prefix.shape or counts.dim() != 1:
-        raise InputError(f"shared_prefix takes one prefix per document, got {tuple(counts.shape)} lengths and {tuple(prefix.shape)} prefixes")
+    counts, prefix = _lengths(lengths), _integers(torch.as_tensor(prefix_of), 1, "shared_prefix")
+    if counts.shape != prefix.shape:
+        raise InputError(f"shared_prefix takes one prefix per document, got {len(counts)} lengths and {len(prefix)} prefixes")
+    if bool(((prefix < 0) | (prefix >= len(counts))).any()):
+        raise InputError(f"shared_prefix: prefixes are documents from 0 to {len(counts) - 1}, got {prefix.tolist()}")
     ids = ids_of_lengths(counts)
     starts = torch.cumsum(counts, 0) - counts
     token_start, token_prefix_start = starts[ids], starts[prefix[ids]]
@@ -212,6 +214,8 @@ def block_diffusion(length: int, block: int) -> Mask:
 
     A noised token sees its own noised block and the clean blocks before; a clean token sees clean blocks up to its own.
     """
+    if length < 1 or block < 1:
+        raise InputError(f"block_diffusion takes a length and a block of at least 1, got {length}, {block}")
 
     def diffusion(b: Any, h: Any, q: Any, kv: Any) -> Any:
         q_noised, kv_noised = q < length, kv < length
@@ -230,10 +234,12 @@ def tree(parents: Sequence[int], prefix: int = 0) -> Mask:
     `parents[n]` is node n's parent, which comes before it; a root names -1.
     """
     count = len(parents)
+    if prefix < 0:
+        raise InputError(f"tree takes a prefix of at least 0, got {prefix}")
     ancestors = torch.eye(count, dtype=torch.bool)
     for node, parent in enumerate(parents):
-        if parent >= node:
-            raise InputError(f"tree: node {node} has parent {parent}; a parent comes before its children")
+        if not -1 <= parent < node:
+            raise InputError(f"tree: node {node} has parent {parent}; a parent comes before its children, and a root names -1")
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
 
@@ -263,7 +269,7 @@ def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int
     """
     sizes, windows = _grid(shape, window, "sliding_tile")
     tiles = tuple(tile)
-    if len(tiles) != len(sizes) or any(s % t or w % t for s, w, t in zip(sizes, windows, tiles, strict=True)):
+    if len(tiles) != len(sizes) or any(t < 1 or s % t or w % t for s, w, t in zip(sizes, windows, tiles, strict=True)):
         raise InputError(f"sliding_tile: shape {sizes} and window {windows} must be multiples of the tile {tiles}")
     counts = tuple(s // t for s, t in zip(sizes, tiles, strict=True))
     reaches = tuple(w // t for w, t in zip(windows, tiles, strict=True))
@@ -281,6 +287,8 @@ def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
     """Text queries attend to images: image n is seen by queries from intervals[n, 0] up to before intervals[n, 1]."""
     spans = _integers(intervals, 2, "cross")
     count = spans.shape[0]
+    if spans.shape[1] != 2 or tokens_per_image < 1:
+        raise InputError(f"cross takes (images, 2) intervals and at least 1 token per image, got {tuple(spans.shape)} and {tokens_per_image}")
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         image = (kv // tokens_per_image).clamp(0, count - 1)
@@ -311,6 +319,13 @@ def _integers(tensor: Tensor, dims: int | tuple[int, ...], who: str) -> Tensor:
         given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InputError(f"{who} takes an integer tensor with {' or '.join(map(str, allowed))} dimension(s), got {given}")
     return tensor
+
+
+def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:
+    counts = _integers(torch.as_tensor(lengths), 1, "lengths of documents")
+    if not torch.compiler.is_compiling() and bool((counts < 0).any()):
+        raise InputError(f"lengths of documents are not negative, got {counts.tolist()}")
+    return counts
 
 
 def _grid(shape: int | Sequence[int], window: int | Sequence[int], who: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

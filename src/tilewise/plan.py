@@ -1,13 +1,13 @@
 """The plan: the tile map of a problem, cut for an engine's tiles and cached.
 
-A map depends on the contents of the tensors its mask captures. The cache knows a tensor by identity and version, so a
+A map depends on the contents of the tensors its mask captures. The cache knows a tensor by identity, version and place, so a
 tensor changed in place or replaced gives a new map, and an unchanged one is never looked at again.
 """
 
 import threading
 import weakref
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,14 @@ from tilewise.tiles import Geometry, Runs, TileMap, from_call
 CACHED_MAPS = 64
 
 
+class _Kept(NamedTuple):
+    captures: tuple[weakref.ref[torch.Tensor], ...]
+    geometry: Geometry
+    partial: Runs
+    full: Runs
+    derived: dict[str, Any]
+
+
 class MapCache:
     """The most recently used maps. Captured tensors are held weakly: the cache keeps none of them alive."""
 
@@ -25,23 +33,41 @@ class MapCache:
         self.size = size
         self.built = 0  # how many maps were really built; tests count
         self._lock = threading.Lock()
-        self._maps: OrderedDict[Any, tuple[tuple[weakref.ref[torch.Tensor], ...], Geometry, Runs, Runs]] = OrderedDict()
+        self._maps: OrderedDict[Any, _Kept] = OrderedDict()
 
     def get(self, call: Call, geometry: Geometry, device: torch.device) -> TileMap:
         if any(t.is_inference() for t in call.captures):  # their changes leave no trace, so nothing may be remembered
             return self._build(call, geometry, device)
-        key = (call.program.text, call.ints, call.floats, tuple((id(t), t._version) for t in call.captures), geometry, device)
+        key = (call.program.text, call.ints, call.floats, tuple((id(t), t._version, t.data_ptr()) for t in call.captures), geometry, device)
         with self._lock:
             found = self._maps.get(key)
-            if found is not None and all(ref() is t for ref, t in zip(found[0], call.captures, strict=True)):
+            if found is not None and all(ref() is t for ref, t in zip(found.captures, call.captures, strict=True)):
                 self._maps.move_to_end(key)
-                return TileMap(found[1], found[2], found[3], call)
+                return TileMap(found.geometry, found.partial, found.full, call, derived=found.derived)
         tile_map = self._build(call, geometry, device)
+        self._keep(key, call.captures, tile_map)
+        return tile_map
+
+    def cut(self, given: TileMap, tile: tuple[int, int]) -> TileMap:
+        """A map given as bare tiles, cut smaller; known by the tensors it is made of."""
+        tensors = tuple(getattr(runs, field) for runs in (given.partial, given.full) for field in ("offsets", "start", "count"))
+        if any(t.is_inference() for t in tensors):
+            return given.recut(tile)
+        key = ("given", tuple((id(t), t._version) for t in tensors), given.geometry, tile)
         with self._lock:
-            self._maps[key] = (tuple(weakref.ref(t) for t in call.captures), tile_map.geometry, tile_map.partial, tile_map.full)
+            found = self._maps.get(key)
+            if found is not None and all(ref() is t for ref, t in zip(found.captures, tensors, strict=True)):
+                self._maps.move_to_end(key)
+                return TileMap(found.geometry, found.partial, found.full, given.mask, given=True, derived=found.derived)
+        cut = given.recut(tile)
+        self._keep(key, tensors, cut)
+        return cut
+
+    def _keep(self, key: Any, tensors: tuple[torch.Tensor, ...], tile_map: TileMap) -> None:
+        with self._lock:
+            self._maps[key] = _Kept(tuple(weakref.ref(t) for t in tensors), tile_map.geometry, tile_map.partial, tile_map.full, tile_map.derived)
             while len(self._maps) > self.size:
                 self._maps.popitem(last=False)
-        return tile_map
 
     def _build(self, call: Call, geometry: Geometry, device: torch.device) -> TileMap:
         self.built += 1
@@ -60,10 +86,10 @@ def map_of(problem: Problem, tile: tuple[int, int]) -> TileMap | None:
 
     A map the user gave keeps its own tiles if these do not divide them.
     """
-    if problem.tiles is not None:
-        given = problem.tiles
+    given = problem.tiles
+    if given is not None and (given.given or given.mask is None):
         divides = given.tile[0] % tile[0] == 0 and given.tile[1] % tile[1] == 0
-        return given.recut(tile) if divides or not given.given else given
+        return maps.cut(given, tile) if divides else given
     if problem.mask is None:
         return None
     geometry = Geometry(problem.batch, problem.heads, problem.q_len, problem.kv_len, tile)

@@ -80,6 +80,12 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Those a gradient can be asked for."""
+        captures = () if self.score is None else self.score.captures
+        return [self.query, self.key, self.value, *captures, *([] if self.sinks is None else [self.sinks])]
+
+    @property
     def is_causal_only(self) -> bool:
         return self.mask is not None and self.tiles is None and self.mask.program.text == CAUSAL_TEXT
 
@@ -114,6 +120,8 @@ def make_problem(
     query, key, value = autocast(query, key, value)
     key, value = broadcast_batch(query, key, value)
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if 0 in extent:  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
+        mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
     reading = read_mask(mask, extent, query.device)
     call, name = reading.call, reading.name
     if options.is_causal:
@@ -186,17 +194,21 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     for name, tensor in named:
         if tensor.dtype not in DTYPES:
             raise InputError(f"{name} has dtype {tensor.dtype}; allowed are float16, bfloat16, float32 and float64")
-    shapes = ", ".join([f"{n} {tuple(t.shape)}" for n, t in named])
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
-        raise InputError(f"key and value must have the query's batch size, or 1, got (batch, heads, sequence, head dim) {shapes}")
+        raise _mismatch("key and value must have the query's batch size, or 1", query, key, value)
     if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
-        raise InputError(f"key and value must have the same heads and length, got (batch, heads, sequence, head dim) {shapes}")
+        raise _mismatch("key and value must have the same heads and length", query, key, value)
     if query.shape[3] != key.shape[3]:
-        raise InputError(f"query and key must have the same head dim, got (batch, heads, sequence, head dim) {shapes}")
+        raise _mismatch("query and key must have the same head dim", query, key, value)
     for name, size in (("query and key", query.shape[3]), ("value", value.shape[3])):
         if not 1 <= size <= LARGEST_HEAD_DIM:
             raise InputError(f"head dims go from 1 to {LARGEST_HEAD_DIM}, got {size} for {name}")
     check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def _mismatch(rule: str, query: Tensor, key: Tensor, value: Tensor) -> InputError:
+    shapes = ", ".join([f"{n} {tuple(t.shape)}" for n, t in (("query", query), ("key", key), ("value", value))])
+    return InputError(f"{rule}, got (batch, heads, sequence, head dim) {shapes}")
 
 
 def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
@@ -212,6 +224,8 @@ def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
 
 def _autocast_dtype(query: Tensor) -> torch.dtype | None:
     kind = query.device.type
+    if kind == "meta":
+        return None
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return None

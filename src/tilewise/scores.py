@@ -57,6 +57,8 @@ def sinks(logits: Tensor) -> Sinks:
 def alibi(heads: int | Tensor) -> Score:
     """score - slope[h] * (q - kv): slopes of the ALiBi paper for a number of heads, or a tensor of your own."""
     slopes = heads if isinstance(heads, Tensor) else alibi_slopes(heads)
+    if slopes.dim() != 1 or not slopes.is_floating_point():
+        raise InputError(f"alibi takes a number of heads or a float (H,) tensor, got {slopes.dtype} of shape {tuple(slopes.shape)}")
     return Score(lambda score, b, h, q, kv: score + slopes[h] * (kv - q), "alibi", slopes.shape[0])
 
 
@@ -111,6 +113,8 @@ def t5_buckets(count: int, max_distance: int, bidirectional: bool) -> Tensor:
     else:
         distance = (-distance).clamp(min=0)
     exact = count // 2
+    if not 1 <= exact < max_distance:
+        raise InputError(f"t5 buckets: half of {count} buckets per direction must be at least 1 and below max_distance={max_distance}")
     large = exact + (torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (count - exact)).long()
     return offset + torch.where(distance < exact, distance, large.clamp(max=count - 1))
 
@@ -132,6 +136,8 @@ def distance_decay(rate: float | Tensor) -> Score:
     """score - rate * |q - kv|; `rate` may be one per head."""
     if isinstance(rate, Tensor) and rate.dim() == 1:
         return Score(lambda score, b, h, q, kv: score - rate[h] * (q - kv).abs(), "distance_decay", "per head")
+    if isinstance(rate, Tensor) and rate.dim() != 0:
+        raise InputError(f"distance_decay takes a number, a 0-d tensor or one rate per head, got shape {tuple(rate.shape)}")
     return Score(lambda score, b, h, q, kv: score - rate * (q - kv).abs(), "distance_decay", "learned" if isinstance(rate, Tensor) else rate)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of the language: a small grid of real indices, and tracing of functions that may return anything."""
+"""Shared by the tests of the language: a small grid of real indices, tracing of functions that may return anything, gradients both ways."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.lang import INDICES, Call, evaluate
+from tilewise.lang import INDICES, Call, derive, evaluate, interpret, wrapped
 from tilewise.lang import trace as tracing
 from tilewise.lang.types import DTYPE_OF, NAME_OF
 
@@ -51,3 +51,42 @@ def assert_traces_as_torch(function: Callable[..., Any], expected: Callable[...,
     shape = (BATCH, HEADS, QUERIES, KEYS)
     torch.testing.assert_close(found.expand(shape), wanted.expand(shape), rtol=0, atol=0, equal_nan=True)
     return call
+
+
+def gradients_by_autograd(call: Call, inputs: dict[str, Tensor], weights: Tensor) -> list[Tensor]:
+    """Of sum(weights * program), with respect to the score and every capture that requires grad."""
+    sources = [inputs["score"], *(t for t in call.captures if t.requires_grad)]
+    result = torch.as_tensor(evaluate(call, inputs))
+    if not result.requires_grad:
+        return [torch.zeros_like(s) for s in sources]
+    found = torch.autograd.grad((result.expand_as(weights) * weights).sum(), sources, allow_unused=True)
+    return [torch.zeros_like(s) if g is None else g for s, g in zip(sources, found, strict=True)]
+
+
+def gradients_by_derive(call: Call, inputs: dict[str, Tensor], weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The same by `derive`; with each gradient, the sum of the sizes of its parts, which is what it can be exact to."""
+    wanted = [k for k, t in enumerate(call.captures) if t.requires_grad]
+    derivative = derive(call.program, frozenset(wanted))
+    with torch.no_grad():
+        results = [torch.as_tensor(r) for r in interpret(derivative.program, call, inputs)]
+        of_score = results[0].expand_as(weights) * weights
+        found = [(of_score, of_score.abs())]
+        for slot in wanted:
+            total = size = torch.zeros_like(call.captures[slot])
+            for site in (s for s in derivative.sites if s.slot == slot):
+                place = wrapped(total, tuple(results[k].expand_as(weights) for k in site.indices))
+                part = (results[site.gradient].expand_as(weights) * weights).to(total.dtype)
+                total, size = (t.index_put(place, p, accumulate=True) if place else t + p.sum() for t, p in ((total, part), (size, part.abs())))
+            found.append((total, size))
+    return found
+
+
+def assert_derives_as_autograd(call: Call, inputs: dict[str, Tensor]) -> None:
+    shape = torch.broadcast_shapes(*(t.shape for t in inputs.values()))
+    weights = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(3)).double()
+    inputs = inputs | {"score": inputs["score"].clone().requires_grad_()}
+    expected, found = gradients_by_autograd(call, inputs, weights), gradients_by_derive(call, inputs, weights)
+    for wanted, (derived, size) in zip(expected, found, strict=True):
+        tolerance = 1e-10 if wanted.dtype == torch.float64 else 1e-5
+        close = (derived - wanted).abs() <= tolerance * (1 + size)
+        assert bool((close | ~wanted.isfinite()).all()), f"{derived} is not {wanted} for {call.program.text}"

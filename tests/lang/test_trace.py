@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_traces_as_torch, grid, trace_value, value_of
 from torch import Tensor
 
-from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_traces_as_torch, grid, trace_value, value_of
 from tilewise.errors import TraceError
 from tilewise.lang import evaluate, trace_mask, trace_score
 
@@ -66,8 +66,8 @@ LOGIC = {
     "eq of number": lambda s, b, h, q, kv: s == 1.25,
     "reversed lt": lambda s, b, h, q, kv: 3 < q,  # noqa: SIM300
     "reversed ge": lambda s, b, h, q, kv: 3 >= q,  # noqa: SIM300
-    "reversed 0-d lt": lambda s, b, h, q, kv: OFFSET < q,
-    "reversed 0-d eq": lambda s, b, h, q, kv: OFFSET == q,
+    "reversed 0-d lt": lambda s, b, h, q, kv: OFFSET < q,  # noqa: SIM300
+    "reversed 0-d eq": lambda s, b, h, q, kv: OFFSET == q,  # noqa: SIM300
     "and": lambda s, b, h, q, kv: (q > 2) & (kv > 2),
     "or": lambda s, b, h, q, kv: (q > 2) | (kv > 2),
     "xor": lambda s, b, h, q, kv: (q > 2) ^ (kv > 2),
@@ -116,6 +116,7 @@ TORCH_FUNCTIONS = {
     "where of integers": lambda s, b, h, q, kv: torch.where(q >= kv, q, 7),
     "where of 0-d": lambda s, b, h, q, kv: torch.where(q >= kv, SLOPE, OFFSET),
     "minimum": lambda s, b, h, q, kv: torch.minimum(q, kv) + torch.maximum(q, OFFSET),
+    "min and max of two": lambda s, b, h, q, kv: torch.min(q, kv) + torch.max(q, other=kv),
     "clamp": lambda s, b, h, q, kv: torch.clamp(q - kv, -2, 2),
     "clamp by keyword": lambda s, b, h, q, kv: torch.clamp(input=q - kv, min=-2, max=2),
     "clamp min": lambda s, b, h, q, kv: torch.clamp(q - kv, min=-2),
@@ -149,6 +150,7 @@ METHODS = {
     "rounding": lambda s, b, h, q, kv: s.floor() + s.ceil() + s.round() + s.trunc() + s.sign(),
     "functions": lambda s, b, h, q, kv: s.exp() + s.exp2() + s.sin() + s.cos() + s.tanh() + s.sigmoid() + s.erf() + s.relu(),
     "roots": lambda s, b, h, q, kv: s.abs().sqrt() + (s.abs() + 1).rsqrt() + (s.abs() + 1).log() + (s.abs() + 1).log2(),
+    "new constants beside 0-d": lambda s, b, h, q, kv: (q.new_full((), 3) + OFFSET.int()) * OFFSET.short(),
     "new constants": lambda s, b, h, q, kv: s.new_ones(()) + s.new_zeros(size=()) + s.new_full((), 2.5) + q.new_ones((), dtype=torch.int32),
 }
 CASTS = {
@@ -275,18 +277,27 @@ def test_a_dot_product_of_half_precision_rows_accumulates_in_float32() -> None:
 
 def test_numpy_numbers_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
-    for function in (
-        lambda s, b, h, q, kv: q + numpy.int64(3),
-        lambda s, b, h, q, kv: numpy.int32(3) + q,
-        lambda s, b, h, q, kv: s * numpy.float64(0.5),
-        lambda s, b, h, q, kv: numpy.float32(0.5) * s,
-        lambda s, b, h, q, kv: s ** numpy.float64(2.0),
-        lambda s, b, h, q, kv: (q > 1) & numpy.bool_(True),
-    ):
-        plain = {numpy.int64(3): 3}  # a real tensor and a numpy number would give a numpy array: compare with Python's
-        del plain
-        value_of(trace_value(function), grid() | {"score": torch.ones(())})
-    assert trace_value(lambda s, b, h, q, kv: numpy.float32(0.5) * s).floats == (0.5,)
+    three, half, two = numpy.int64(3), numpy.float32(0.5), numpy.float64(2.0)
+    pairs = [
+        (lambda s, b, h, q, kv: q + three, lambda s, b, h, q, kv: q + 3),
+        (lambda s, b, h, q, kv: three - q, lambda s, b, h, q, kv: 3 - q),
+        (lambda s, b, h, q, kv: half * s, lambda s, b, h, q, kv: 0.5 * s),
+        (lambda s, b, h, q, kv: s**two, lambda s, b, h, q, kv: s**2.0),
+        (lambda s, b, h, q, kv: two * s, lambda s, b, h, q, kv: 2.0 * s),
+        (lambda s, b, h, q, kv: (q > 1) & numpy.bool_(True), lambda s, b, h, q, kv: q > 1),
+    ]
+    for function, expected in pairs:
+        call = assert_traces_as_torch(function, expected)
+        assert all(type(number) is int for number in call.ints)
+        assert all(type(number) is float for number in call.floats)
+
+
+def test_infinities_keep_their_value() -> None:
+    assert_traces_as_torch(lambda s, b, h, q, kv: torch.where(q > kv, -math.inf, s) + 1e30)
+
+
+def test_a_float_in_a_float64_score_keeps_all_its_digits() -> None:
+    assert_traces_as_torch(lambda s, b, h, q, kv: s * 0.1 + s.new_full((), 0.1), dtype=torch.float64)
 
 
 def test_positions_are_64_bit() -> None:
@@ -323,7 +334,7 @@ BINARY = {
     "where": lambda x, y: torch.where(FLAG, x, y), "logical_and": torch.logical_and,
 }  # fmt: skip
 UNARY = {name: getattr(torch, name) for name in (*FLOAT_FUNCTIONS, "neg", "abs", "floor", "ceil", "round", "trunc", "sign", "relu", "square", "reciprocal")}
-UNARY |= {"not": operator.invert, "silu": F.silu, "bool": Tensor.bool, "logical_not": torch.logical_not}
+UNARY |= {"not": operator.invert, "silu": F.silu, "bool": lambda x: x.bool(), "logical_not": torch.logical_not}
 
 
 def outcome(function: Any, *values: Any) -> torch.dtype | None:
@@ -356,7 +367,7 @@ def check_dtype(f: Any, x: Tensor, y: Any, swap: bool) -> None:
 
     try:
         found = value_of(trace_value(function), grid()).dtype
-    except TraceError:
+    except TypeError:  # a TraceError, or torch's own where a number is given for a tensor
         found = None
     if isinstance(y, (int, float)) and wanted is None and f in (torch.minimum, torch.clamp_min, torch.clamp_max, torch.logical_and):
         return  # numbers where torch wants tensors are allowed here
@@ -374,8 +385,3 @@ def test_dtypes_of_a_unary_operation_are_torchs(name: str) -> None:
         except TraceError:
             found = None
         assert found == outcome(f, x), f"of {dtype}"
-
-
-def test_infinities_and_numbers_keep_their_value() -> None:
-    assert_traces_as_torch(lambda s, b, h, q, kv: torch.where(q > kv, -math.inf, s) + 1e30)
-    assert QUERIES < KEYS

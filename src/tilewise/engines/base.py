@@ -47,3 +47,11 @@ class Engine(ABC):
 def scalar_seed(problem: Problem) -> int:
     assert problem.seed is not None
     return int(problem.seed)
+
+
+def like_query(query: Tensor, v_dim: int) -> Tensor:
+    """An empty (B, H, Sq, Dv) output whose dimensions lie in memory in the query's order."""
+    order = sorted(range(4), key=lambda d: (-query.stride(d), d))
+    shape = (*query.shape[:3], v_dim)
+    out = query.new_empty([shape[d] for d in order])
+    return out.permute([order.index(d) for d in range(4)])

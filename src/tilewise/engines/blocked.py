@@ -249,7 +249,8 @@ class _Backward:
         p = self.problem
         if p.sinks is None:
             return None
-        weight = torch.exp(p.sinks.to(self.work.inner).view(1, -1, 1) - self.output.lse)
+        lse = self.output.lse
+        weight = torch.where(lse == -torch.inf, 0.0, torch.exp(p.sinks.to(self.work.inner).view(1, -1, 1) - lse))
         return -(weight * self.delta.squeeze(-1)).sum((0, 2)).to(p.sinks.dtype)
 
     def _rows(self, part: Part, at: int, q: slice) -> None:
@@ -263,6 +264,8 @@ class _Backward:
             indices = work.indices(strip)
             raw, s, attended = work.scores(strip, q_rows, indices)
             weights = torch.where(lse == -torch.inf, 0.0, torch.exp(s - lse))
+            if attended is not None:
+                weights = torch.where(attended, weights, 0.0)  # a NaN in lse must not reach the keys its row does not attend
             d_weights = work.by_head(do_rows @ work.keys_of(p.value, strip).transpose(-1, -2), strip)
             dropped = weights
             if p.dropout_p > 0:

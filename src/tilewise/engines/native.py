@@ -22,8 +22,8 @@ class NativeEngine(Engine):
             return "SDPA takes no score function or sinks"
         if problem.tiles is not None:
             return "SDPA takes no tile map"
-        if problem.mask is not None and not problem.is_causal_only and dense_capture(problem.mask) is None:
-            return "SDPA takes no mask function except causal"
+        if problem.mask is not None and not problem.is_causal_only and self._dense(problem) is None:
+            return "SDPA takes no mask but causal and a tensor of (queries, keys)"
         if problem.kv_len == 0 or problem.q_len == 0 or problem.batch == 0 or problem.heads == 0:
             return f"SDPA does not define empty problems, got {problem.describe()}"
         if problem.deterministic and problem.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
@@ -31,13 +31,16 @@ class NativeEngine(Engine):
         return None
 
     def call(self, problem: Problem) -> Tensor:
-        dense = None
-        if problem.mask is not None and not problem.is_causal_only:
-            dense = dense_capture(problem.mask)
         return functional.scaled_dot_product_attention(
-            problem.query, problem.key, problem.value, attn_mask=dense, dropout_p=problem.dropout_p,
+            problem.query, problem.key, problem.value, attn_mask=self._dense(problem), dropout_p=problem.dropout_p,
             is_causal=problem.is_causal_only, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads,
         )  # fmt: skip
+
+    @staticmethod
+    def _dense(problem: Problem) -> Tensor | None:
+        if problem.mask is None or problem.is_causal_only:
+            return None
+        return dense_capture(problem.mask, (problem.batch, problem.heads, problem.q_len, problem.kv_len))
 
     def forward(self, problem: Problem) -> Output:
         return self._outside()

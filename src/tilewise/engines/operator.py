@@ -3,13 +3,15 @@
 Its arguments are plain data, programs included (as text), so that nothing but tensors, numbers and strings enters a graph.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Engine, Output
+from tilewise.engines.base import Engine, Output, like_query
 from tilewise.engines.registry import engine_named
+from tilewise.errors import BackendError
 from tilewise.lang import Call, parse
 from tilewise.problem import Problem
 from tilewise.tiles import Geometry, Runs, TileMap, trimmed
@@ -68,25 +70,29 @@ def problem_of(args: tuple[Any, ...]) -> tuple[Engine, Problem]:
     return engine_named(engine), Problem(query, key, value, mask_call, tiles, score_call, sinks, scale, dropout_p, seed, deterministic)
 
 
-def like_query(query: Tensor, v_dim: int) -> Tensor:
-    """An empty (B, H, Sq, Dv) output whose dimensions lie in memory in the query's order."""
-    order = sorted(range(4), key=lambda d: (-query.stride(d), d))
-    shape = (*query.shape[:3], v_dim)
-    out = query.new_empty([shape[d] for d in order])
-    return out.permute([order.index(d) for d in range(4)])
+def as_written(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside an engine every product has the precision the engine wrote down: autocast was applied to the inputs, once."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     engine, problem = problem_of(args)
-    out, lse, highest = engine.forward(problem)
-    laid_out = like_query(problem.query, problem.v_dim)
-    return laid_out.copy_(out) if laid_out.stride() != out.stride() else out, lse, highest
+    with as_written(problem.device):
+        out, lse, highest = engine.forward(problem)
+    return as_laid_out(out, problem), lse, highest
+
+
+def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
+    """The output with its dimensions in memory in the query's order."""
+    wanted = like_query(problem.query, problem.v_dim)
+    return out if out.stride() == wanted.stride() else wanted.copy_(out)
 
 
 def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     engine, problem = problem_of(args[:COUNT])
     out, lse, highest, grad_out, grad_lse, wanted = args[COUNT:]
-    found = engine.backward(problem, Output(out, lse, highest), grad_out, grad_lse, frozenset(wanted))
+    with as_written(problem.device):
+        found = engine.backward(problem, Output(out, lse, highest), grad_out, grad_lse, frozenset(wanted))
     sinks = found.sinks if found.sinks is not None else problem.query.new_empty((0,))
     return found.query.contiguous(), found.key.contiguous(), found.value.contiguous(), sinks, [found.captures[k].contiguous() for k in wanted]
 
@@ -139,12 +145,28 @@ def _saved(ctx: Any) -> tuple[list[Any], tuple[Tensor, ...]]:
     return inputs, output
 
 
+class Once(torch.autograd.Function):
+    """Gradients under create_graph: usable, but differentiating them again is an error instead of a silent 0."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *sources: Any) -> tuple[Tensor, ...]:
+        return tuple(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise BackendError("attention cannot be differentiated twice: its backward has no derivative of its own; torch's SDPA has one with SDPBackend.MATH")
+
+
 def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_highest: Tensor | None) -> tuple[Any, ...]:
     inputs, output = _saved(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(output[0])
     wanted = [k for k, needed in enumerate(ctx.needs_input_grad[SCORE_CAPTURES]) if needed]
-    query, key, value, sinks, captures = torch.ops.tilewise.attention_backward(*inputs, *output, grad_out, grad_lse, wanted)
+    with torch.no_grad():
+        query, key, value, sinks, captures = torch.ops.tilewise.attention_backward(*inputs, *output, grad_out, grad_lse, wanted)
+    if torch.is_grad_enabled():
+        sources = [*inputs[1:4], *inputs[SCORE_CAPTURES], inputs[SINKS], grad_out, grad_lse]
+        query, key, value, sinks, *captures = Once.apply([query, key, value, sinks, *captures], *sources)  # type: ignore[no-untyped-call]
     found: list[Any] = [None] * COUNT
     found[1:4] = query, key, value
     found[SCORE_CAPTURES] = [captures[wanted.index(k)] if k in wanted else None for k in range(len(inputs[SCORE_CAPTURES]))]

@@ -1,12 +1,18 @@
 """The reference engine: dense, written to be read. It defines what every other engine must compute."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tilewise.engines.base import Engine, Gradients, Output, scalar_seed
 from tilewise.engines.dropout import keep_scale, kept
 from tilewise.engines.select import mix
-from tilewise.lang import evaluate
+from tilewise.lang import Call, CaptureSpec, evaluate
+from tilewise.lang.program import Tape, finish
+from tilewise.lang.types import NAME_OF
 from tilewise.problem import Problem
 from tilewise.tiles import FULL, PARTIAL, TileMap
 
@@ -34,30 +40,72 @@ def _within_tiles(tiles: TileMap, inside: Tensor, problem: Problem) -> Tensor:
     return (states == FULL) | ((states == PARTIAL) & inside)
 
 
+class _Finite(torch.autograd.Function):
+    """0 where a number is not finite; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.where(x.isfinite(), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def products(q: Tensor, k: Tensor) -> Tensor:
     """q @ k^T whose gradient passes by infinities and NaNs: a masked one must not reach dq as 0 * NaN."""
     if bool(q.isfinite().all()) and bool(k.isfinite().all()):
         return q @ k.transpose(-1, -2)
-    finite = q.where(q.isfinite(), 0) @ k.where(k.isfinite(), 0).transpose(-1, -2)
+    finite = _Finite.apply(q) @ _Finite.apply(k).transpose(-1, -2)
     return finite + (q.detach() @ k.detach().transpose(-1, -2) - finite.detach())
+
+
+def changed(score: Call, scores: Tensor, at: dict[str, Tensor], permitted: Tensor | None) -> Tensor:
+    """What the score functions make of the scores, -inf where not permitted.
+
+    Their derivative is taken only where the result is attended: elsewhere it may be infinite or NaN, which times 0 is NaN.
+    """
+    with torch.no_grad():
+        everywhere = torch.as_tensor(evaluate(score, at | {"score": scores})).to(scores).expand_as(scores)
+        attended = (everywhere > -torch.inf) | everywhere.isnan()
+        place = (attended if permitted is None else attended & permitted).nonzero(as_tuple=True)
+    found = torch.as_tensor(evaluate(score, dict(zip(at, place, strict=True)) | {"score": scores[place]}))
+    return torch.full_like(scores, -torch.inf).index_put(place, found.to(scores).expand(len(place[0])))
+
+
+class _Mix(torch.autograd.Function):
+    """mix() whose gradient keeps to the same rule: what is not attended is left out, not multiplied by 0."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, values: Tensor, attended: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, values, attended)
+        return mix(weights, values, attended)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, values, attended = ctx.saved_tensors
+        d_weights = torch.where(attended, grad @ values.transpose(-1, -2), 0)
+        d_values = mix(torch.where(attended, weights, 0).transpose(-1, -2), grad, attended.transpose(-1, -2))
+        return d_weights, d_values, None
 
 
 def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Output:
     """The meaning, step by step, in plain differentiable torch; `inner` is the precision of everything inside."""
     inner = problem.inner_dtype if inner is None else inner
-    ratio = problem.heads // problem.kv_heads
+    ratio = problem.heads // problem.kv_heads if problem.kv_heads else 1
     q = problem.query.to(inner)
     k = problem.key.to(inner).repeat_interleave(ratio, 1)
     v = problem.value.to(inner).repeat_interleave(ratio, 1)
     at = indices(problem)
 
     scores = problem.scale * products(q, k)
-    if problem.score is not None:
-        changed = torch.as_tensor(evaluate(problem.score, at | {"score": scores}))
-        scores = changed.to(inner).expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
     permitted = allowed(problem)
     if permitted is not None:
         scores = torch.where(permitted, scores, -torch.inf)
+    if problem.score is not None:
+        scores = changed(problem.score, scores, at, permitted)
+    attended = (scores > -torch.inf) | scores.isnan()
+    scores = torch.where(attended, scores, -torch.inf)  # no gradient passes here, not even a NaN
 
     # A row with nothing to attend has maximum -inf; measuring it from 0 makes its weights 0 instead of NaN.
     highest = scores.detach().amax(-1, keepdim=True) if problem.kv_len else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
@@ -77,8 +125,30 @@ def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Outpu
     if problem.dropout_p > 0:
         keep = kept(problem.dropout_p, scalar_seed(problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
         weights = torch.where(keep, weights * keep_scale(problem.dropout_p), 0.0)
-    out = mix(weights, v, scores > -torch.inf)
+    out = _Mix.apply(weights, v, attended)
     return Output(out, lse, highest.squeeze(-1))
+
+
+def widened(call: Call) -> Call:
+    """Captures as float64, rounded back after each load: no value changes, but their gradients add up in float64."""
+    captures = tuple(t.double() if t.is_floating_point() else t for t in call.captures)
+    specs = tuple(CaptureSpec(NAME_OF[t.dtype], t.dim()) for t in captures)
+    tape, place = Tape(), list[int]()
+    for op, args, attr, type in call.program.instructions:
+        at = tuple(place[a] for a in args)
+        if op == "load" and specs[int(attr)].dtype != type.dtype:
+            place.append(tape.put("cast", (tape.load(int(attr), specs[int(attr)].dtype, at),), type.dtype, type))
+        else:
+            place.append(tape.put(op, at, attr, type))
+    return Call(finish(tape, tuple(place[k] for k in call.program.results), specs), captures, call.ints, call.floats)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Autograd records what is computed here, also inside an operator that torch runs below autograd (under a TorchDispatchMode it does)."""
+    keys, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with guard(keys.AutogradFunctionality, False), guard(keys.ADInplaceOrView, False), torch.enable_grad():
+        yield
 
 
 class ReferenceEngine(Engine):
@@ -96,11 +166,12 @@ class ReferenceEngine(Engine):
         """Autograd through the dense computation."""
         from dataclasses import replace
 
-        with torch.enable_grad():
+        with recorded():
             leaves = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
             sinks = None if problem.sinks is None else problem.sinks.detach().requires_grad_()
-            captures = () if problem.score is None else tuple(t.detach().requires_grad_(k in wanted) for k, t in enumerate(problem.score.captures))
-            score = None if problem.score is None else replace(problem.score, captures=captures)
+            score = None if problem.score is None else widened(problem.score)
+            captures = () if score is None else tuple(t.detach().requires_grad_(k in wanted) for k, t in enumerate(score.captures))
+            score = None if score is None else replace(score, captures=captures)
             again = replace(problem, query=leaves[0], key=leaves[1], value=leaves[2], sinks=sinks, score=score)
             out, lse, _ = dense_attention(again)
             roots, seeds = [out], [grad_out.to(out.dtype)]
@@ -113,4 +184,5 @@ class ReferenceEngine(Engine):
         query, key, value = found[:3]
         rest = found[3:]
         to_sinks = rest.pop(0) if sinks is not None else None
-        return Gradients(query, key, value, to_sinks, dict(zip(sorted(wanted), rest, strict=True)))
+        to_captures = {} if problem.score is None else {k: g.to(problem.score.captures[k].dtype) for k, g in zip(sorted(wanted), rest, strict=True)}
+        return Gradients(query, key, value, to_sinks, to_captures)

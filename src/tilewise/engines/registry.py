@@ -4,8 +4,9 @@ from tilewise.engines.base import Engine
 from tilewise.engines.blocked import BlockedEngine
 from tilewise.engines.native import NativeEngine
 from tilewise.engines.reference import ReferenceEngine
+from tilewise.engines.triton import TritonEngine
 
-ENGINES: tuple[Engine, ...] = (NativeEngine(), BlockedEngine(), ReferenceEngine())
+ENGINES: tuple[Engine, ...] = (NativeEngine(), TritonEngine(), BlockedEngine(), ReferenceEngine())
 
 
 def engine_named(name: str) -> Engine:

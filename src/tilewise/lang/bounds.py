@@ -31,7 +31,8 @@ class CaptureRanges:
         inside = [self._inside(interval, size) for interval, size in zip(index, self.tensor.shape, strict=True)]
         varying = [d for d, (lo, hi) in enumerate(inside) if bool((lo != hi).any())]
         if not varying:
-            return intervals.point(self.tensor[tuple(lo for lo, _ in inside)].double())
+            values = self.tensor[tuple(lo for lo, _ in inside)]
+            return intervals.around(values, values)
         if len(varying) == 1:
             return self._along(varying[0], inside)
         return self._anywhere(inside)
@@ -52,12 +53,15 @@ class CaptureRanges:
             self._tables[dim] = self._table(dim)
         lows, highs, block = self._tables[dim]
         first, last = index[dim][0] // block, index[dim][1] // block
-        level = (last - first + 1).double().log2().floor().long()
+        level = torch.frexp((last - first + 1).double()).exponent.long() - 1  # the floor of the binary logarithm
         second = last - (1 << level) + 1
-        rows = tuple(lo for d, (lo, _) in enumerate(index) if d != dim)
-        lo = torch.minimum(lows[(level, *rows, first)], lows[(level, *rows, second)])
-        hi = torch.maximum(highs[(level, *rows, first)], highs[(level, *rows, second)])
-        return Interval(lo, hi)
+        row = level
+        for size, lo in zip(lows.shape[1:-1], [lo for d, (lo, _) in enumerate(index) if d != dim], strict=True):
+            row = row * size + lo
+        one, two = row * lows.shape[-1] + first, row * lows.shape[-1] + second
+        lo = torch.minimum(_taken(lows, one), _taken(lows, two))
+        hi = torch.maximum(_taken(highs, one), _taken(highs, two))
+        return intervals.around(lo, hi)
 
     def _table(self, dim: int) -> tuple[Tensor, Tensor, int]:
         values = self.tensor.movedim(dim, -1)
@@ -69,7 +73,7 @@ class CaptureRanges:
         if padding:
             values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], padding)], -1)
         blocks = values.unflatten(-1, (-1, block))
-        lows, highs = [blocks.amin(-1).double()], [blocks.amax(-1).double()]
+        lows, highs = [blocks.amin(-1)], [blocks.amax(-1)]
         step = 1
         while 2 * step <= lows[0].shape[-1]:
             for levels, extreme in ((lows, torch.minimum), (highs, torch.maximum)):
@@ -80,12 +84,17 @@ class CaptureRanges:
 
     def _anywhere(self, index: list[tuple[Tensor, Tensor]]) -> Interval:
         if self._overall is None:
-            self._overall = Interval(self.tensor.amin().double(), self.tensor.amax().double())
+            self._overall = intervals.around(self.tensor.amin(), self.tensor.amax())
         like = index[0][0]
         for lo, _ in index[1:]:
             like = like + lo
         like = like.double() * 0
         return Interval(like + self._overall.lo, like + self._overall.hi)
+
+
+def _taken(table: Tensor, at: Tensor) -> Tensor:
+    """table.flatten()[at]; on a CPU, index_select leaves the other threads asleep where indexing wakes them."""
+    return table.flatten().index_select(0, at.flatten()).view(at.shape)
 
 
 class Bounds:
@@ -98,6 +107,10 @@ class Bounds:
 
     def over(self, box: Mapping[str, Interval]) -> Interval:
         """The interval of the program's result where every index lies in its interval of the box."""
+        return self.every(box)[self.call.program.results[0]]
+
+    def every(self, box: Mapping[str, Interval]) -> list[Interval]:
+        """The interval of every instruction."""
         program = self.call.program
         values: list[Interval] = []
         for op, args, attr, type in program.instructions:
@@ -110,16 +123,16 @@ class Bounds:
             elif op == "literal":
                 value = self._number(literal_value(attr))
             elif op == "load":
-                capture = self._ranges[int(attr)]
-                value = capture.query([values[a] for a in args]) if args else intervals.point(capture.tensor.double())
+                value = self._ranges[int(attr)].query([values[a] for a in args])
             else:
                 types = tuple(program.instructions[a].type for a in args)
                 value = self._apply(op, type, types, [values[a] for a in args])
             values.append(value)
-        return values[program.results[0]]
+        return values
 
     def _number(self, value: bool | int | float) -> Interval:
-        return intervals.point(torch.tensor(float(value), dtype=torch.float64, device=self.device))
+        number = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device=self.device)
+        return intervals.around(number, number)
 
     @staticmethod
     def _apply(name: str, type: Type, types: tuple[Type, ...], operands: list[Interval]) -> Interval:
@@ -139,4 +152,6 @@ class Bounds:
         if computed.is_bool and op.bounds_of_bools is not None:
             rule = op.bounds_of_bools
         result = rule(*operands)
-        return result if type.is_bool else intervals.fit(result, type)
+        if type.is_bool:  # a sum of booleans is their disjunction, a product their conjunction
+            return Interval(result.lo.clamp(0, 1), result.hi.clamp(0, 1))
+        return result if type.is_float and op.exact else intervals.fit(result, type)

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from tilewise.lang.ops import OPS, emit
 from tilewise.lang.program import Program, Tape, finish
+from tilewise.lang.types import ZERO_DIM, Type
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def derive(program: Program, wanted: frozenset[int]) -> Derivative:
     tape = Tape()
     for instruction in program.instructions:
         tape.put(*instruction)
-    adjoints: dict[int, int] = {program.results[0]: tape.literal(1.0)}
+    adjoints: dict[int, int] = {program.results[0]: _one(tape, program.result_type)}
     for k in range(len(program.instructions) - 1, -1, -1):
         instruction = program.instructions[k]
         rule = OPS[instruction.op].derive if instruction.op in OPS else None
@@ -53,3 +54,9 @@ def derive(program: Program, wanted: frozenset[int]) -> Derivative:
             results += [adjoints[k], *instruction.args]
             sites.append(LoadSite(int(instruction.attr), at, tuple(range(at + 1, at + 1 + len(instruction.args)))))
     return Derivative(finish(tape, tuple(results), program.captures), tuple(sites))
+
+
+def _one(tape: Tape, type: Type) -> int:
+    """1 in the result's precision: a Python number would let what is derived from it alone fall back to float32."""
+    one = tape.literal(1.0)
+    return one if type.dtype == "f32" else tape.put("cast", (one,), type.dtype, Type(type.dtype, ZERO_DIM))

@@ -34,7 +34,7 @@ def interpret(program: Program, call: Call, inputs: Mapping[str, Tensor]) -> tup
         elif op == "load":
             value = load(call.captures[int(attr)], tuple(values[a] for a in args))
         elif op == "cast":
-            value = torch.as_tensor(values[args[0]]).to(DTYPE_OF[attr])
+            value = torch.as_tensor(values[args[0]], dtype=DTYPE_OF[attr])
         else:
             value = OPS[op].meaning(*(values[a] for a in args))
         values.append(value)

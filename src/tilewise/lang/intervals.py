@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.lang.types import DIMENSIONED, DTYPE_OF, INTEGER_RANGE, Type
+from tilewise.lang.types import DIMENSIONED, DTYPE_OF, INTEGER_RANGE, NUMBER, Type
 
 NAN = float("nan")
 EXACT = 2.0**53  # integers up to here are exact in float64
 SILU_LOWEST = (-1.2784645, -0.27846455)  # where silu is lowest, and its value there, rounded down
+SILU_VANISHES = -80.0  # from here down, x / (1 + exp(-x)) overflows to -0 in float32 while the true value is still a float
 
 
 class Interval(NamedTuple):
@@ -81,6 +82,8 @@ def fit(a: Interval, type: Type) -> Interval:
         return a
     if type.is_integer:
         low, high = INTEGER_RANGE[type.dtype]
+        if bool(((a.lo > max(low - 1, -EXACT)) & (a.hi < min(high + 1, EXACT))).all()):
+            return a  # as nearly always, so the rest is worth one look ahead
         # NaN counts as wrapping, and so does an end that float64 may have rounded back to 2**63.
         wraps = ~((a.lo >= low) & (a.hi <= high)) | (a.lo <= -(2.0**63)) | (a.hi >= 2.0**63)
         return _with_room(Interval(torch.where(wraps, float(low), a.lo), torch.where(wraps, float(high), a.hi)))
@@ -96,8 +99,8 @@ def fit(a: Interval, type: Type) -> Interval:
 def cast(a: Interval, source: Type, target: Type) -> Interval:
     """Conversion rounds monotonically, so the ends can simply be converted, except where an integer would wrap.
 
-    A Python float has more digits than its type says. Where numbers and 0-d tensors meet 16-bit floats, torch rounds
-    them to 16 bits in some operations and to 32 in others; both are kept.
+    Numbers and 0-d tensors that do not fit the type are rounded to it by some of torch's operations, and by others only to
+    float32 (beside 16-bit floats) or not at all (a number as exponent); all are kept.
     """
     if source.dtype == target.dtype and (source.level > 0 or not source.is_float):
         return a
@@ -109,8 +112,8 @@ def cast(a: Interval, source: Type, target: Type) -> Interval:
         return fit(a, target)
     rounded = _rounded(a, DTYPE_OF[target.dtype])
     if source.level < DIMENSIONED and target.dtype in ("f16", "bf16"):
-        return hull(rounded, _rounded(a, torch.float32))
-    return rounded
+        rounded = hull(rounded, _rounded(a, torch.float32))
+    return hull(rounded, a) if source.level == NUMBER else rounded
 
 
 def _rounded(a: Interval, dtype: torch.dtype) -> Interval:
@@ -144,10 +147,22 @@ def div(a: Interval, b: Interval) -> Interval:
     return forget(may_be_infinite(a, b) | ~((b.lo > 0) | (b.hi < 0)), corners(torch.div, a, b))
 
 
-def floordiv(a: Interval, b: Interval) -> Interval:
+def floordiv_integer(a: Interval, b: Interval) -> Interval:
     quotient = div(a, b)
     large = (a.lo.abs() >= EXACT) | (a.hi.abs() >= EXACT)
     return Interval(quotient.lo.floor() - large.double(), quotient.hi.floor() + large.double())
+
+
+def floordiv_float(a: Interval, b: Interval) -> Interval:
+    """Torch's floor is exact; a quotient of float64 operands (not of shorter ones) may round up to a whole number."""
+    quotient = div(a, b)
+    long = ~(_is_short(a.lo) & _is_short(a.hi) & _is_short(b.lo) & _is_short(b.hi))
+    room = long * 2**-52
+    return Interval((quotient.lo - quotient.lo.abs() * room).floor(), (quotient.hi + quotient.hi.abs() * room).floor())
+
+
+def _is_short(x: Tensor) -> Tensor:
+    return x == x.float().double()
 
 
 def mod_integer(a: Interval, b: Interval) -> Interval:
@@ -155,9 +170,11 @@ def mod_integer(a: Interval, b: Interval) -> Interval:
 
 
 def mod_float(a: Interval, b: Interval) -> Interval:
-    # 0 is always possible: a quotient just below a whole number may round up to it.
+    # 0 is always possible: a quotient just below a whole number may round up to it. Of huge quotients torch's remainder is NaN.
     general = _mod(a, b, 0.0)
-    return forget(general.lo.isnan(), hull(general, point(torch.zeros_like(general.lo))))
+    quotient = corners(torch.div, a, b)
+    huge = ~((quotient.lo > -EXACT) & (quotient.hi < EXACT))
+    return forget(huge | general.lo.isnan(), hull(general, point(torch.zeros_like(general.lo))))
 
 
 def _mod(a: Interval, b: Interval, gap: float) -> Interval:
@@ -173,7 +190,7 @@ def _mod(a: Interval, b: Interval, gap: float) -> Interval:
 
 def power(a: Interval, b: Interval) -> Interval:
     n = b.lo
-    whole = is_point(b) & (n == n.floor()) & (n >= 0)
+    whole = is_point(b) & (n == n.floor()) & (n >= 0) & (n < 2**24)  # beyond, rounding to float32 decides whether it is even
     even = whole & (n % 2 == 0)
     ends = corners(torch.pow, a, point(n))
     low = torch.where(even & contains(a, 0.0), torch.where(n == 0, 1.0, 0.0), ends.lo)
@@ -297,7 +314,8 @@ def silu(a: Interval) -> Interval:
     lo, hi = f(a.lo), f(a.hi)
     at, lowest = SILU_LOWEST
     low = torch.where(contains(a, at), torch.full_like(lo, lowest), torch.minimum(lo, hi))
-    return forget(may_be_infinite(a), Interval(low, torch.maximum(lo, hi)))
+    high = torch.where(a.lo < SILU_VANISHES, torch.maximum(hi, torch.zeros_like(hi)), torch.maximum(lo, hi))
+    return forget(may_be_infinite(a), Interval(low, high))
 
 
 LN2 = math.log(2.0)

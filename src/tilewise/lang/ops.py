@@ -80,6 +80,17 @@ def as_tensors(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return on_tensors
 
 
+def by_first(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch functions that cannot be derived, or called at all, with a Python number as first operand."""
+    with_number = as_tensors(f)
+    return lambda x, y: f(x, y) if isinstance(x, torch.Tensor) else with_number(x, y)
+
+
+def floor_quotient(x: torch.Tensor, y: Any) -> torch.Tensor:
+    """x // y, which torch refuses to derive when written so; its derivative is zero."""
+    return torch.div(x, y, rounding_mode="floor")
+
+
 def _promoted(args: tuple[Any, ...]) -> torch.dtype:
     dtype = args[0]
     for a in args[1:]:
@@ -109,7 +120,7 @@ def numbers(*types: Type) -> bool:
 
 
 def no_boolean(*types: Type) -> bool:
-    return not any([t.is_bool for t in types])
+    return not any(t.is_bool for t in types)
 
 
 def bits(*types: Type) -> bool:
@@ -135,23 +146,23 @@ define("sub", 2, operator.sub, promote, intervals.sub, takes=no_boolean, derive=
 define("mul", 2, operator.mul, promote, intervals.mul, derive=lambda t, g, a, out: (emit(t, "mul", g, a[1]), emit(t, "mul", g, a[0])))
 define("div", 2, operator.truediv, float_of, intervals.div,
        derive=lambda t, g, a, out: (emit(t, "div", g, a[1]), emit(t, "neg", emit(t, "div", emit(t, "mul", g, out), a[1]))))
-define("floordiv", 2, operator.floordiv, promote, intervals.floordiv, takes=numbers)
-define("mod", 2, torch.remainder, promote, intervals.mod_integer, bounds_of_floats=intervals.mod_float, takes=numbers,
+define("floordiv", 2, by_first(floor_quotient), promote, intervals.floordiv_integer, bounds_of_floats=intervals.floordiv_float, takes=numbers)
+define("mod", 2, by_first(torch.remainder), promote, intervals.mod_integer, bounds_of_floats=intervals.mod_float, takes=numbers,
        derive=lambda t, g, a, out: (g, emit(t, "neg", emit(t, "mul", g, emit(t, "floor", emit(t, "div", a[0], a[1]))))))
 
 
 def _derive_pow(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
     base, exponent = a
-    return emit(t, "mul", g, _slope_of_pow(t, base, exponent)), _gradient_of_exponent(t, g, base, exponent, out)
+    return _gradient_of_base(t, g, base, exponent), _gradient_of_exponent(t, g, base, exponent, out)
 
 
-def _slope_of_pow(t: Tape, base: int, exponent: int) -> int:
+def _gradient_of_base(t: Tape, g: int, base: int, exponent: int) -> int | None:
     """exponent * base ** (exponent - 1), and 0 at exponent 0 whatever the base; a literal exponent stays one."""
     if t.instructions[exponent].op == "literal":
         n = literal_value(t.instructions[exponent].attr)
-        return t.literal(0.0) if n == 0 else emit(t, "mul", emit(t, "pow", base, t.literal(n - 1)), exponent)
-    slope = emit(t, "mul", exponent, emit(t, "pow", base, emit(t, "sub", exponent, t.literal(1))))
-    return emit(t, "where", emit(t, "eq", exponent, t.literal(0)), t.literal(0.0), slope) if t.type(exponent).level > 0 else slope
+        return None if n == 0 else emit(t, "mul", g, emit(t, "mul", emit(t, "pow", base, t.literal(n - 1)), exponent))
+    gradient = emit(t, "mul", g, emit(t, "mul", exponent, emit(t, "pow", base, emit(t, "sub", exponent, t.literal(1)))))
+    return emit(t, "where", emit(t, "eq", exponent, t.literal(0)), t.literal(0.0), gradient)
 
 
 def _gradient_of_exponent(t: Tape, g: int, base: int, exponent: int, out: int) -> int | None:
@@ -161,7 +172,7 @@ def _gradient_of_exponent(t: Tape, g: int, base: int, exponent: int, out: int) -
     if t.type(base).level == 0 or not t.type(base).is_float:
         base = t.put("cast", (base,), t.type(out).dtype, infer(OPS["cast"], (t.type(base),), t.type(out).dtype))
     flat = emit(t, "and", emit(t, "eq", base, t.literal(0)), emit(t, "ge", exponent, t.literal(0)))
-    return emit(t, "mul", g, emit(t, "where", flat, t.literal(0.0), emit(t, "mul", out, emit(t, "log", base))))
+    return emit(t, "where", flat, t.literal(0.0), emit(t, "mul", g, emit(t, "mul", out, emit(t, "log", base))))
 
 
 define("pow", 2, operator.pow, promote, intervals.power_integer, bounds_of_floats=intervals.power, takes=numbers, derive=_derive_pow)
@@ -169,34 +180,33 @@ define("neg", 1, operator.neg, same, intervals.negate, takes=numbers, exact=True
 define("abs", 1, torch.abs, same, intervals.absolute, takes=numbers, exact=True, derive=lambda t, g, a, out: (emit(t, "mul", g, emit(t, "sign", a[0])),))
 
 
-def _derive_extreme(wins: str) -> Callable[[Tape, int, tuple[int, ...], int], Gradients]:
-    """The gradient goes to the operand that wins; a tie shares it, as in torch."""
+def _derive_extreme(loses: str) -> Callable[[Tape, int, tuple[int, ...], int], Gradients]:
+    """The gradient goes to the operand that does not lose; a tie shares it, and beside NaN nobody loses, as in torch."""
 
     def derive(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
         half = emit(t, "mul", g, t.literal(0.5))
         tie = emit(t, "eq", a[0], a[1])
 
         def part(x: int, y: int) -> int:
-            return emit(t, "where", tie, half, emit(t, "where", emit(t, wins, x, y), g, t.literal(0.0)))
+            return emit(t, "where", tie, half, emit(t, "where", emit(t, loses, x, y), t.literal(0.0), g))
 
         return part(a[0], a[1]), part(a[1], a[0])
 
     return derive
 
 
-def _derive_clamp(kept: str) -> Callable[[Tape, int, tuple[int, ...], int], Gradients]:
+def _derive_clamp(kept: str, cut: str) -> Callable[[Tape, int, tuple[int, ...], int], Gradients]:
     def derive(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
-        inside = emit(t, kept, a[0], a[1])
         zero = t.literal(0.0)
-        return emit(t, "where", inside, g, zero), emit(t, "where", inside, zero, g)
+        return emit(t, "where", emit(t, kept, *a), g, zero), emit(t, "where", emit(t, cut, *a), g, zero)
 
     return derive
 
 
-define("minimum", 2, as_tensors(torch.minimum), promote, intervals.minimum, exact=True, derive=_derive_extreme("lt"))
-define("maximum", 2, as_tensors(torch.maximum), promote, intervals.maximum, exact=True, derive=_derive_extreme("gt"))
-define("clamp_min", 2, as_tensors(torch.clamp_min), promote, intervals.maximum, exact=True, derive=_derive_clamp("ge"))
-define("clamp_max", 2, as_tensors(torch.clamp_max), promote, intervals.minimum, exact=True, derive=_derive_clamp("le"))
+define("minimum", 2, as_tensors(torch.minimum), promote, intervals.minimum, exact=True, derive=_derive_extreme("gt"))
+define("maximum", 2, as_tensors(torch.maximum), promote, intervals.maximum, exact=True, derive=_derive_extreme("lt"))
+define("clamp_min", 2, as_tensors(torch.clamp_min), promote, intervals.maximum, exact=True, derive=_derive_clamp("ge", "lt"))
+define("clamp_max", 2, as_tensors(torch.clamp_max), promote, intervals.minimum, exact=True, derive=_derive_clamp("le", "gt"))
 
 # -- comparisons and logic -------------------------------------------------------------------------------------------
 
@@ -261,8 +271,9 @@ def _slope_of_rsqrt(t: Tape, x: int, out: int) -> int:
     return emit(t, "mul", t.literal(-0.5), emit(t, "mul", out, emit(t, "mul", out, out)))
 
 
-def _slope_of_relu(t: Tape, x: int, out: int) -> int:
-    return emit(t, "where", emit(t, "gt", x, t.literal(0)), t.literal(1.0), t.literal(0.0))
+def _derive_relu(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
+    """A choice, not a product: what is cut stays cut where the gradient is infinite."""
+    return (emit(t, "where", emit(t, "le", a[0], t.literal(0)), t.literal(0.0), g),)
 
 
 define("exp", 1, torch.exp, float_of, intervals.increasing(torch.exp), derive=_times(lambda t, x, out: out))
@@ -278,6 +289,6 @@ define("sin", 1, torch.sin, float_of, intervals.wave, derive=_times(lambda t, x,
 define("cos", 1, torch.cos, float_of, intervals.wave, derive=_times(lambda t, x, out: emit(t, "neg", emit(t, "sin", x))))
 define("tanh", 1, torch.tanh, float_of, intervals.increasing(torch.tanh), derive=_times(_slope_of_tanh))
 define("sigmoid", 1, torch.sigmoid, float_of, intervals.increasing(torch.sigmoid), derive=_times(_slope_of_sigmoid))
-define("erf", 1, torch.erf, float_of, intervals.erf, derive=_times(_slope_of_erf))
+define("erf", 1, torch.erf, float_of, intervals.increasing(torch.erf), derive=_times(_slope_of_erf))
 define("silu", 1, torch.nn.functional.silu, float_of, intervals.silu, takes=floats, derive=_times(_slope_of_silu))
-define("relu", 1, torch.relu, same, intervals.increasing(torch.relu), takes=numbers, exact=True, derive=_times(_slope_of_relu))
+define("relu", 1, torch.relu, same, intervals.increasing(torch.relu), takes=numbers, exact=True, derive=_derive_relu)

@@ -60,8 +60,12 @@ class Tape:
         return self.put("float", (), str(slot), Type("f32", NUMBER))
 
     def literal(self, value: bool | int | float) -> int:
-        dtype = "bool" if isinstance(value, bool) else "i64" if isinstance(value, int) else "f32"
-        return self.put("literal", (), repr(value), Type(dtype, NUMBER))
+        """A number in the program itself. Subclasses, numpy's float64 among them, print in their own ways: only the number is written."""
+        if isinstance(value, bool):
+            return self.put("literal", (), str(value), Type("bool", NUMBER))
+        if isinstance(value, int):
+            return self.put("literal", (), str(int(value)), Type("i64", NUMBER))
+        return self.put("literal", (), repr(float(value)), Type("f32", NUMBER))
 
     def load(self, slot: int, dtype: str, indices: tuple[int, ...]) -> int:
         level = max([ZERO_DIM, *[self.type(i).level for i in indices]])

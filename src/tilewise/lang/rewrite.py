@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tilewise.lang.ops import OPS, infer
 from tilewise.lang.program import Call, CaptureSpec, Program, Tape, finish
-from tilewise.lang.types import NAME_OF
+from tilewise.lang.types import INDEX, NAME_OF
 
 
 def shifted(call: Call, name: str, offset: int) -> Call:
@@ -24,6 +24,8 @@ def gathered(call: Call, name: str, positions: Tensor) -> Call:
     tape, dtype = Tape(), NAME_OF[positions.dtype]
     specs = (*call.program.captures, CaptureSpec(dtype, 1))
     looked_up = tape.load(len(specs) - 1, dtype, (tape.index(name),))
+    if dtype != INDEX.dtype:
+        looked_up = tape.put("cast", (looked_up,), INDEX.dtype, INDEX)  # a mask computes with positions: 64 bits, as if traced so
     return Call(_rewritten(call, name, tape, looked_up, specs), (*call.captures, positions), call.ints, call.floats)
 
 

@@ -5,17 +5,31 @@
 3. Of the tiles still undecided, a few points show most to be partial (one allowed, one not). The rest are evaluated.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.lang import Bounds, Call, Interval, evaluate
-from tilewise.tiles.runs import Runs, from_dense, from_entries
+from tilewise.tiles.runs import Pile, Runs, from_dense
 
-GRID_CELLS = 2**18  # cells of the first, coarse grid
-CHUNK_ELEMENTS = 2**22  # mask elements evaluated at a time in the exact pass
-SAMPLES = 4  # points per axis that are tried before a tile is evaluated whole
+CHUNK_ELEMENTS = 2**22  # mask elements evaluated at a time
+SAMPLES = (4, 16)  # points per axis that are tried before a tile is evaluated whole
+
+
+class Grain(NamedTuple):
+    """How much is done at a time."""
+
+    grid: int  # cells of the first, coarse grid
+    part: int  # cells that are split together
+    looked: int  # tiles that are looked into together
+
+
+# On a CPU, little enough for torch to stay on one thread: waking another takes longer than the work it could take over,
+# and much longer on a busy machine. A GPU wants as much as it can get.
+ON_CPU, ON_GPU = Grain(2**14, 2**12, 2**9), Grain(2**16, 2**16, 2**16)
 
 
 @dataclass(frozen=True)
@@ -54,8 +68,18 @@ class Cells:
     q: Tensor
     kv: Tensor
 
+    def __len__(self) -> int:
+        return len(self.b)
+
     def pick(self, which: Tensor) -> "Cells":
-        return Cells(self.b[which], self.h[which], self.q[which], self.kv[which])
+        """Those where the condition holds."""
+        at = which.nonzero().squeeze(1)
+        return Cells(*(t.index_select(0, at) for t in (self.b, self.h, self.q, self.kv)))
+
+    def parts(self, size: int) -> "Iterator[Cells]":
+        """The cells in parts of at most this size."""
+        for at in range(0, len(self), size):
+            yield Cells(*(t[at : at + size] for t in (self.b, self.h, self.q, self.kv)))
 
 
 def device_of(call: Call) -> torch.device:
@@ -68,7 +92,7 @@ def device_of(call: Call) -> torch.device:
 
 def build(call: Call, geometry: Geometry) -> tuple[Runs, Runs]:
     """The partial and the full tiles of a mask."""
-    dense = dense_capture(call)
+    dense = dense_capture(call, (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len))
     if dense is not None:
         return of_dense(dense, geometry)
     return _Builder(call, geometry).build()
@@ -79,25 +103,32 @@ class _Builder:
         self.call = call
         self.geometry = geometry
         self.device = device_of(call)
+        self.grain = ON_CPU if self.device.type == "cpu" else ON_GPU
         self.bounds = Bounds(call, self.device)
-        self.full: list[tuple[Tensor, Tensor, Tensor]] = []  # (row, start, count) of full stretches
+        self.partial, self.full = Pile(self.device), Pile(self.device)
 
     def build(self) -> tuple[Runs, Runs]:
         g = self.geometry
-        if g.total == 0:
-            nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-            return from_entries(nothing, nothing, nothing, g.rows), from_entries(nothing, nothing, nothing, g.rows)
         size = 1
-        while g.batch * g.heads * -(-g.q_tiles // size) * -(-g.kv_tiles // size) > GRID_CELLS:
+        while size < max(g.q_tiles, g.kv_tiles) and g.batch * g.heads * -(-g.q_tiles // size) * -(-g.kv_tiles // size) > self.grain.grid:
             size *= 2
-        cells = self._grid(size)
-        while size > 1 and len(cells.b):
-            size //= 2
-            cells = self._split(cells, size)
-        return self._decide(cells)
+        if g.total:
+            self._refine(self._grid(size), size)
+        return self.partial.runs(g.rows), self.full.runs(g.rows)
+
+    def _refine(self, cells: Cells, size: int) -> None:
+        """Sort out undecided cells, in parts and depth first: few are held at a time, however many there are."""
+        for part in cells.parts(self.grain.part):
+            if size == 1:
+                self._decide(part)
+            else:
+                self._refine(self._split(part, size // 2), size // 2)
 
     def _grid(self, size: int) -> Cells:
-        """Bounds on every coarse cell by broadcasting, so that what depends on q alone is computed once per row."""
+        """The coarse cells: keep what is full, return what is undecided.
+
+        Bounds on every cell by broadcasting, so that what depends on q alone is computed once per row.
+        """
         g = self.geometry
         shape = (g.batch, g.heads, -(-g.q_tiles // size), -(-g.kv_tiles // size))
         b, h, q, kv = (torch.arange(n, device=self.device).view([-1 if d == axis else 1 for d in range(4)]) for axis, n in enumerate(shape))
@@ -106,21 +137,20 @@ class _Builder:
         undecided = (interval.lo != 1) & (interval.hi != 0)
         runs = from_dense(full.reshape(-1, shape[3]))
         coarse = runs.row_of_run()
-        bh, row = coarse // shape[2], coarse % shape[2]
-        self._keep(bh, row, runs.start.long(), runs.count.long(), size)
+        self._keep(coarse // shape[2], coarse % shape[2], runs.start.long(), runs.count.long(), size)
         return Cells(*undecided.expand(shape).nonzero(as_tuple=True))
 
     def _split(self, cells: Cells, size: int) -> Cells:
-        """Quarter the cells; keep what is full, return what is undecided."""
+        """Quarter the cells: keep what is full, return what is undecided."""
         g = self.geometry
         q = torch.cat([cells.q * 2 + dq for dq in (0, 0, 1, 1)])
         kv = torch.cat([cells.kv * 2 + dk for dk in (0, 1, 0, 1)])
         quarters = Cells(cells.b.repeat(4), cells.h.repeat(4), q, kv)
         quarters = quarters.pick((q * size < g.q_tiles) & (kv * size < g.kv_tiles))
         interval = self._interval(quarters.b, quarters.h, quarters.q, quarters.kv, size)
-        full = quarters.pick(interval.lo.expand(len(quarters.b)) == 1)
+        full = quarters.pick(interval.lo.expand(len(quarters)) == 1)
         self._keep(full.b * g.heads + full.h, full.q, full.kv, torch.ones_like(full.kv), size)
-        return quarters.pick(((interval.lo != 1) & (interval.hi != 0)).expand(len(quarters.b)))
+        return quarters.pick(((interval.lo != 1) & (interval.hi != 0)).expand(len(quarters)))
 
     def _interval(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, size: int) -> Interval:
         g = self.geometry
@@ -142,35 +172,31 @@ class _Builder:
         last = ((start + count) * size).clamp(max=g.kv_tiles)[:, None].expand_as(tile_row)
         inside = tile_row < g.q_tiles
         rows = bh[:, None] * g.q_tiles + tile_row
-        self.full.append((rows[inside], first[inside], (last - first)[inside]))
+        self.full.add(rows.masked_select(inside), first.masked_select(inside), (last - first).masked_select(inside))
 
-    def _decide(self, tiles: Cells) -> tuple[Runs, Runs]:
-        """Look into the tiles that bounds leave open."""
+    def _decide(self, tiles: Cells) -> None:
+        """Look into tiles that bounds leave open: at some points, which mostly show that a tile is partial, then at all."""
+        for points in (*SAMPLES, max(self.geometry.tile)):
+            places = (torch.linspace(0, n - 1, min(points, n), dtype=torch.float64, device=self.device).round().long() for n in self.geometry.tile)
+            some, every = self._look(tiles, *places)
+            self._add(self.partial, tiles.pick(some & ~every))
+            tiles, allowed = tiles.pick(some == every), every[some == every]
+            if len(tiles) == 0:
+                return
+        self._add(self.full, tiles.pick(allowed))
+
+    def _add(self, pile: Pile, tiles: Cells) -> None:
         g = self.geometry
-        some, every = self._sample(tiles)
-        partial = some & ~every
-        open_tiles = (~partial).nonzero().squeeze(1)
-        full = torch.zeros_like(partial)
-        chunk = max(1, CHUNK_ELEMENTS // (g.tile[0] * g.tile[1]))
-        for at in range(0, len(open_tiles), chunk):
-            which = open_tiles[at : at + chunk]
-            some, every = self._evaluate(tiles.pick(which), *(torch.arange(n, device=self.device) for n in g.tile))
-            partial[which], full[which] = some & ~every, every
-        rows = (tiles.b * g.heads + tiles.h) * g.q_tiles + tiles.q
-        one = torch.ones_like(rows)
-        self.full.append((rows[full], tiles.kv[full], one[full]))
-        entries = (torch.cat(parts) for parts in zip(*self.full, strict=True))
-        return from_entries(rows[partial], tiles.kv[partial], one[partial], g.rows), from_entries(*entries, g.rows)
+        pile.add((tiles.b * g.heads + tiles.h) * g.q_tiles + tiles.q, tiles.kv, torch.ones_like(tiles.kv))
 
-    def _sample(self, tiles: Cells) -> tuple[Tensor, Tensor]:
-        places = (torch.linspace(0, n - 1, SAMPLES, device=self.device).long() for n in self.geometry.tile)
-        return self._evaluate(tiles, *places)
+    def _look(self, tiles: Cells, q_places: Tensor, kv_places: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether any, and whether every, of the given places within each tile is allowed; some tiles at a time."""
+        together = max(1, min(self.grain.looked, CHUNK_ELEMENTS // (len(q_places) * len(kv_places))))
+        some, every = zip(*(self._evaluate(part, q_places, kv_places) for part in tiles.parts(together)), strict=True)
+        return torch.cat(some), torch.cat(every)
 
     def _evaluate(self, tiles: Cells, q_places: Tensor, kv_places: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether any, and whether every, of the given places within each tile is allowed.
-
-        Places past the end count as the last one, which changes neither answer.
-        """
+        """Places past the end count as the last one, which changes neither answer."""
         g = self.geometry
         q = (tiles.q[:, None] * g.tile[0] + q_places).clamp(max=g.q_len - 1)
         kv = (tiles.kv[:, None] * g.tile[1] + kv_places).clamp(max=g.kv_len - 1)
@@ -180,8 +206,11 @@ class _Builder:
         return allowed.flatten(1).any(1), allowed.flatten(1).all(1)
 
 
-def dense_capture(call: Call) -> Tensor | None:
-    """The boolean tensor of a mask that is nothing but tensor[..., q, kv], as (1 or B, 1 or H, Sq, Skv)."""
+def dense_capture(call: Call, sizes: tuple[int, int, int, int]) -> Tensor | None:
+    """The boolean tensor of a mask that is nothing but tensor[..., q, kv], as (1 or B, 1 or H, Sq, Skv).
+
+    A tensor shorter than that is no dense mask: loads past its end read its edge.
+    """
     program = call.program
     result = program.instructions[program.results[0]]
     if result.op != "load" or len(result.args) < 2 or not result.type.is_bool:
@@ -195,14 +224,18 @@ def dense_capture(call: Call) -> Tensor | None:
         return None
     if any(i.op != "index" and size != 1 for i, size in zip(lead, tensor.shape, strict=False)):
         return None
-    return tensor[(None,) * (2 - len(lead))]
+    tensor = tensor[(None,) * (2 - len(lead))]
+    if any(have < size and (have != 1 or d >= 2) for d, (have, size) in enumerate(zip(tensor.shape, sizes, strict=True))):
+        return None
+    return tensor[tuple(slice(size) for size in sizes)]
 
 
 def of_dense(mask: Tensor, geometry: Geometry) -> tuple[Runs, Runs]:
     """The map of a dense mask: any and all of every tile, a row of tiles at a time."""
     g = geometry
-    mask = mask[:, :, : g.q_len, : g.kv_len].expand(g.batch, g.heads, -1, -1)
-    some, every = [], []
+    mask = mask.expand(g.batch, g.heads, -1, -1)
+    some: list[Tensor] = []
+    every: list[Tensor] = []
     pad = g.kv_tiles * g.tile[1] - g.kv_len
     for at in range(0, g.q_len, g.tile[0]):
         rows = mask[:, :, at : at + g.tile[0]]

@@ -1,6 +1,7 @@
 """Tile maps to look at: in the terminal, and as pictures."""
 
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tilewise.tiles.tilemap import TileMap
 
-LARGEST_DRAWING = 32  # cells a side in the terminal
+LARGEST_DRAWING = 24  # cells a side in the terminal
+LARGEST_PICTURE = 512  # cells a side in a picture
 SHADES = " ░▒▓█"
+FAINTEST = 0.2  # shade of the least work in a picture, where all of it is 1
 
 
 def coverage(tile_map: "TileMap", cells: int) -> Tensor:
@@ -21,15 +24,19 @@ def coverage(tile_map: "TileMap", cells: int) -> Tensor:
     g = tile_map.geometry
     first = tile_map[0, 0] if g.batch * g.heads > 1 else tile_map
     rows, columns = min(cells, g.q_tiles), min(cells, g.kv_tiles)
-    share = torch.zeros((rows, columns), dtype=torch.float64)
-    edges = torch.arange(columns + 1, dtype=torch.float64) * (g.kv_tiles / columns)
-    for runs, weight in ((first.partial, 0.5), (first.full, 1.0)):
-        start, stop = runs.start.cpu().double(), (runs.start + runs.count).cpu().double()
-        overlap = torch.minimum(stop[:, None], edges[1:]) - torch.maximum(start[:, None], edges[:-1])
-        row = runs.row_of_run().cpu() * rows // g.q_tiles
-        share.index_add_(0, row, overlap.clamp(min=0) * weight)
+    # In units of 1 / columns of a tile, every cell is kv_tiles wide and all is whole. A run adds a ramp that begins at
+    # its start and takes one away at its end: a part of the cell it falls in, and all of every cell after.
+    part, steps = torch.zeros((2, rows, columns + 1), dtype=torch.int64)
+    for runs, weight in ((first.partial.to("cpu"), 1), (first.full.to("cpu"), 2)):
+        row = runs.row_of_run() * rows // g.q_tiles
+        for end, sign in ((runs.start, weight), (runs.start + runs.count, -weight)):
+            at = end.long() * columns
+            cell = at // g.kv_tiles
+            part.index_put_((row, cell), sign * ((cell + 1) * g.kv_tiles - at), accumulate=True)
+            steps.index_put_((row, cell), torch.tensor(sign * g.kv_tiles), accumulate=True)
+    share = (part + torch.cumsum(steps, 1) - steps)[:, :columns]
     heights = torch.bincount(torch.arange(g.q_tiles) * rows // g.q_tiles, minlength=rows)
-    return share / (heights[:, None] * (g.kv_tiles / columns))
+    return share.double() / (2 * heights[:, None] * g.kv_tiles)
 
 
 def drawing(tile_map: "TileMap") -> str:
@@ -38,7 +45,7 @@ def drawing(tile_map: "TileMap") -> str:
     if tile_map.total_tiles:
         shares = coverage(tile_map, LARGEST_DRAWING)
         for row in shares.tolist():
-            lines.append("  " + "".join(2 * SHADES[_shade(value)] for value in row).rstrip())
+            lines.append(("  " + "".join(2 * SHADES[_shade(value)] for value in row)).rstrip())
     return "\n".join(lines)
 
 
@@ -50,15 +57,23 @@ def _shade(value: float) -> int:
 def picture(tile_map: "TileMap", path: Path) -> Path:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError("drawing tile maps needs matplotlib: pip install 'tilewise[viz]'") from error
     g = tile_map.geometry
     figure = Figure(figsize=(5, 5.4), layout="constrained")
     axes = figure.subplots()
     if tile_map.total_tiles:
-        axes.imshow(coverage(tile_map, 512), cmap="Blues", vmin=0, vmax=1, extent=(0, g.kv_len, g.q_len, 0), interpolation="nearest", aspect="auto")
-    axes.set_title(f"{tile_map.name}\n{tile_map.partial_tiles} partial, {tile_map.full_tiles} full, {100 * tile_map.sparsity:.1f}% skipped", fontsize=9)
-    axes.set_xlabel("key")
-    axes.set_ylabel("query")
+        share = coverage(tile_map, LARGEST_PICTURE)
+        shade = torch.where(share > 0, FAINTEST + (1 - FAINTEST) * share, 0)  # a little work is still seen
+        extent = (0, g.kv_tiles * g.tile[1], g.q_tiles * g.tile[0], 0)
+        axes.imshow(shade.numpy(), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest", aspect="auto")
+        axes.set(xlim=(0, g.kv_len), ylim=(g.q_len, 0))
+    counts = f"{tile_map.partial_tiles:,} partial and {tile_map.full_tiles:,} full tiles of {g.tile[0]} x {g.tile[1]}, {100 * tile_map.sparsity:.1f}% skipped"
+    axes.set_title(f"{shorten(tile_map.name, 70)}\n{counts}", fontsize=9)
+    for axis, label in ((axes.xaxis, "key"), (axes.yaxis, "query")):
+        axis.set_label_text(label)
+        axis.set_major_locator(MaxNLocator(6, integer=True))
+        axis.set_major_formatter("{x:,.0f}")
     figure.savefig(path, dpi=150)
     return path

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LOOSE = 2**14  # stretches that are kept before they are joined
+Stretches = tuple[Tensor, Tensor, Tensor]  # the row, start and count of each
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -34,8 +37,7 @@ class Runs:
 
     def row_of_run(self) -> Tensor:
         """[runs] the row of every run."""
-        lengths = (self.offsets[1:] - self.offsets[:-1]).long()
-        return torch.repeat_interleave(torch.arange(self.rows, device=self.device), lengths)
+        return owners(self.offsets, len(self.start))
 
     def to(self, device: torch.device | str) -> "Runs":
         return Runs(self.offsets.to(device), self.start.to(device), self.count.to(device))
@@ -74,29 +76,75 @@ class Runs:
 
 def expand(row: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """Runs (row, start, count) as cells (row, column)."""
-    which = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-    before = torch.cumsum(count, 0) - count
-    within = torch.arange(len(which), device=count.device) - before[which]
+    zero = torch.zeros(1, dtype=torch.int64, device=count.device)
+    before = torch.cat([zero, torch.cumsum(count, 0)])
+    total = int(before[-1])
+    which = owners(before, total)
+    within = torch.arange(total, device=count.device) - before[which]
     return row[which], start[which] + within
 
 
-def from_entries(row: Tensor, start: Tensor, count: Tensor, rows: int) -> Runs:
-    """Runs from disjoint stretches in any order; touching ones are joined."""
-    width = int((start + count).max()) + 1 if len(start) else 1
+def owners(offsets: Tensor, size: int) -> Tensor:
+    """[size] whose each entry is, where entries offsets[r] .. offsets[r + 1] are row r's.
+
+    It is repeat_interleave, which on a CPU wakes every thread even for a handful of numbers.
+    """
+    begins = torch.zeros(size + 1, dtype=torch.int64, device=offsets.device)
+    begins.index_add_(0, offsets[1:-1].long(), torch.ones(len(offsets[1:-1]), dtype=torch.int64, device=offsets.device))
+    return torch.cumsum(begins[:size], 0)
+
+
+def ordered(parts: list[Stretches]) -> Stretches:
+    """Stretches sorted by row and start."""
+    row, start, count = (torch.cat(column) for column in zip(*parts, strict=True))
+    width = int((start + count).max()) + 1 if len(row) else 1
     order = torch.argsort(row * width + start)
-    row, start, count = row[order], start[order], count[order]
-    if len(row):
-        joined = (row[1:] == row[:-1]) & (start[1:] == start[:-1] + count[:-1])
-        first = torch.cat([torch.ones(1, dtype=torch.bool, device=row.device), ~joined])
-        group = torch.cumsum(first, 0) - 1
-        row, start = row[first], start[first]
-        count = torch.zeros_like(start).index_add_(0, group, count)
+    return row.index_select(0, order), start.index_select(0, order), count.index_select(0, order)
+
+
+def joined(parts: list[Stretches]) -> Stretches:
+    """Disjoint stretches in any order, sorted; touching ones become one."""
+    row, start, count = ordered(parts)
+    if len(row) == 0:
+        return row, start, count
+    touch = (row[1:] == row[:-1]) & (start[1:] == start[:-1] + count[:-1])
+    first = torch.cat([torch.ones(1, dtype=torch.bool, device=row.device), ~touch])
+    group = torch.cumsum(first, 0) - 1
+    row, start = row.masked_select(first), start.masked_select(first)
+    return row, start, torch.zeros_like(start).index_add_(0, group, count)
+
+
+def from_stretches(parts: list[Stretches], rows: int) -> Runs:
+    """Runs from disjoint stretches in any order; touching ones are joined."""
+    row, start, count = joined(parts)
     return Runs(offsets_of(row, rows), start.int(), count.int())
+
+
+def from_entries(row: Tensor, start: Tensor, count: Tensor, rows: int) -> Runs:
+    return from_stretches([(row, start, count)], rows)
+
+
+class Pile:
+    """Stretches as they are found. When many have come they are joined, so that few runs never take much memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        self._parts: list[Stretches] = [(nothing, nothing, nothing)]
+        self._loose = 0  # of those after the first part
+
+    def add(self, row: Tensor, start: Tensor, count: Tensor) -> None:
+        self._parts.append((row, start, count))
+        self._loose += len(row)
+        if self._loose > max(LOOSE, len(self._parts[0][0])):
+            self._parts, self._loose = [joined(self._parts)], 0
+
+    def runs(self, rows: int) -> Runs:
+        return from_stretches(self._parts, rows)
 
 
 def from_dense(cells: Tensor) -> Runs:
     """Runs of a boolean [rows, columns] matrix."""
-    rows, columns = cells.shape
+    rows = cells.shape[0]
     edge = torch.zeros((rows, 1), dtype=torch.int8, device=cells.device)
     padded = torch.cat([edge, cells.to(torch.int8), edge], 1)
     change = padded[:, 1:] - padded[:, :-1]
@@ -122,7 +170,7 @@ def of_blocks(counts: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Te
     places = torch.arange(listed.shape[1], device=listed.device)
     row, at = (places < counts.reshape(rows, 1)).nonzero(as_tuple=True)
     column = listed[row, at].long()
-    inside = column < columns
+    inside = (column >= 0) & (column < columns)
     row, column = row[inside], column[inside]
     runs = from_entries(row, column, torch.ones_like(column), rows)
     padding = torch.zeros(listed.numel() - len(runs.start), dtype=torch.int32, device=listed.device)

@@ -9,7 +9,7 @@ from tilewise.errors import InputError
 from tilewise.lang import Call, name_of, trace_mask
 from tilewise.masks import Mask
 from tilewise.tiles.build import Geometry
-from tilewise.tiles.runs import Runs
+from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call
 
 
@@ -33,6 +33,8 @@ class Extent(NamedTuple):
 
 def read_mask(mask: Any, extent: Extent, device: Any) -> MaskReading:
     """A function, a Mask, a TileMap, torch's BlockMask, or a boolean or additive tensor."""
+    if hasattr(mask, "as_mask"):  # tilewise.flex.BlockMask
+        mask = mask.as_mask()
     if mask is None:
         return MaskReading()
     if isinstance(mask, TileMap):
@@ -110,18 +112,32 @@ def _allowed_by_additive(mask: Tensor) -> Call | None:
 
 def from_block_mask(block_mask: Any) -> TileMap:
     """torch's BlockMask (or one of its shape) as given tiles: its lists say what is computed, its mask_mod what counts inside."""
-    tile = tuple(block_mask.BLOCK_SIZE)
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    geometry = Geometry(batch, heads, *block_mask.seq_lengths, tile)  # type: ignore[arg-type]
-    rows, device = geometry.rows, block_mask.kv_num_blocks.device
-    partial = Runs(*torch.ops.tilewise.runs_of_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, geometry.kv_tiles))
+    (q_len, kv_len), (q_tile, kv_tile) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    rows = -(-q_len // q_tile)
+    counts, indices = _block_lists(block_mask.kv_num_blocks, block_mask.kv_indices, rows)
+    geometry = Geometry(counts.shape[0], counts.shape[1], q_len, kv_len, (q_tile, kv_tile))
+    partial = Runs(*torch.ops.tilewise.runs_of_blocks(counts, indices, geometry.kv_tiles))
     if block_mask.full_kv_num_blocks is None:
-        nothing = torch.zeros(0, dtype=torch.int32, device=device)
-        full = Runs(torch.zeros(rows + 1, dtype=torch.int32, device=device), nothing, nothing)
+        nothing = torch.zeros(0, dtype=torch.int32, device=counts.device)
+        full = Runs(torch.zeros(geometry.rows + 1, dtype=torch.int32, device=counts.device), nothing, nothing)
     else:
-        full = Runs(*torch.ops.tilewise.runs_of_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, geometry.kv_tiles))
-    mask = None if block_mask.mask_mod is None else trace_mask(block_mask.mask_mod, device)
+        full_counts, full_indices = _block_lists(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows)
+        if full_counts.shape != counts.shape:
+            raise InputError(f"kv_num_blocks has shape {tuple(counts.shape)}, full_kv_num_blocks {tuple(full_counts.shape)}; they must be the same")
+        full = Runs(*torch.ops.tilewise.runs_of_blocks(full_counts, full_indices, geometry.kv_tiles))
+    mask = None if block_mask.mask_mod is None else trace_mask(block_mask.mask_mod, counts.device)
+    if not torch.compiler.is_compiling():  # sizes may depend on contents
+        partial, full = trimmed(partial), trimmed(full)
     return TileMap(geometry, partial, full, mask, "block_mask", given=True)
+
+
+def _block_lists(counts: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Lists with a batch and a head dimension, of the query blocks that the lengths ask for."""
+    counts = counts.reshape((1,) * (3 - counts.dim()) + counts.shape)
+    indices = indices.reshape((1,) * (4 - indices.dim()) + indices.shape)
+    if counts.shape[2] < rows:
+        raise InputError(f"the block mask has lists for {counts.shape[2]} query blocks, but its seq_lengths ask for {rows}")
+    return counts[:, :, :rows], indices[:, :, :rows]
 
 
 def tile_map(
@@ -135,7 +151,8 @@ def tile_map(
     """
     if min(q_len, kv_len) < 0 or min(tile) < 1:
         raise InputError(f"tile_map takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
-    reading = read_mask(mask, Extent(batch or 1, heads or 1, q_len, kv_len), device)
+    extent = Extent(1 if batch is None else batch, 1 if heads is None else heads, q_len, kv_len)
+    reading = read_mask(mask, extent, device)
     if reading.tiles is not None:
         return reading.tiles.recut(tile) if device is None else reading.tiles.recut(tile).to(device)
     call = reading.call if reading.call is not None else trace_mask(lambda b, h, q, kv: True)
@@ -145,4 +162,4 @@ def tile_map(
     from tilewise.tiles.build import device_of
 
     where = device_of(call) if device is None else torch.device(device)
-    return from_call(call, Geometry(batch or 1, heads or 1, q_len, kv_len, (tile[0], tile[1])), reading.name, where)
+    return from_call(call, Geometry(*extent, (tile[0], tile[1])), reading.name, where)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.lang import Call, parse
+from tilewise.lang import INDICES, Call, parse
+from tilewise.lang.types import NAME_OF
 from tilewise.tiles.build import Geometry
-from tilewise.tiles.runs import Runs
+from tilewise.tiles.runs import Runs, ordered
 
 if TYPE_CHECKING:
     from tilewise.tiles.tilemap import TileMap
@@ -49,26 +50,46 @@ def _runs(tile_map: "TileMap") -> tuple[tuple[str, Runs], tuple[str, Runs]]:
 
 
 def load(path: Path) -> "TileMap":
+    with path.open("rb") as raw:
+        try:
+            with zipfile.ZipFile(raw) as file:
+                header = json.loads(file.read("header.json"))
+                if header["format"] != FORMAT:
+                    raise InputError(f"it holds {header['format']!r}, this version reads {FORMAT!r}")
+                tensors = {name: _tensor(file.read(name), dtype, shape) for name, (dtype, shape) in header["tensors"].items()}
+            return _read(header, tensors)
+        except Exception as error:  # a file may be damaged in more ways than can be listed
+            raise InputError(f"{path} is not a tile map or is damaged: {error or type(error).__name__}") from error
+
+
+def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> "TileMap":
     from tilewise.tiles.tilemap import TileMap
 
-    try:
-        with zipfile.ZipFile(path) as file:
-            header = json.loads(file.read("header.json"))
-            if header.get("format") != FORMAT:
-                raise InputError(f"{path} holds {header.get('format')!r}, this version reads {FORMAT!r}")
-            tensors = {name: _tensor(file.read(name), dtype, shape) for name, (dtype, shape) in header["tensors"].items()}
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{path} is not a tile map or is damaged: {error}") from error
-    batch, heads, q_len, kv_len, *tile = header["geometry"]
-    geometry = Geometry(batch, heads, q_len, kv_len, (tile[0], tile[1]))
-    partial, full = (_checked(Runs(*(tensors[f"{kind}.{f}"] for f in ("offsets", "start", "count"))), geometry, path) for kind in ("partial", "full"))
-    mask = None
-    if "mask" in header:
-        stored = header["mask"]
-        program = parse(stored["program"])
-        captures = tuple(tensors[f"capture.{k}"] for k in range(len(program.captures)))
-        mask = Call(program, captures, tuple(stored["ints"]), tuple(float.fromhex(x) for x in stored["floats"]))
-    return TileMap(geometry, partial, full, mask, header["name"], header["given"])
+    batch, heads, q_len, kv_len, q_tile, kv_tile = map(int, header["geometry"])
+    if min(batch, heads, q_len, kv_len) < 0 or min(q_tile, kv_tile) < 1:
+        raise InputError(f"its lengths and tiles are {header['geometry']}")
+    geometry = Geometry(batch, heads, q_len, kv_len, (q_tile, kv_tile))
+    partial, full = (Runs(*(tensors[f"{kind}.{f}"] for f in ("offsets", "start", "count"))) for kind in ("partial", "full"))
+    if not (_fits(partial, geometry) and _fits(full, geometry) and _apart(partial, full)):
+        raise InputError(f"its runs do not fit a map of {geometry.q_tiles} x {geometry.kv_tiles} tiles")
+    mask = _read_mask(header["mask"], tensors) if "mask" in header else None
+    return TileMap(geometry, partial, full, mask, str(header["name"]), bool(header["given"]))
+
+
+def _read_mask(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
+    program = parse(stored["program"])
+    captures = tuple(tensors[f"capture.{k}"] for k in range(len(program.captures)))
+    ints, floats = tuple(map(int, stored["ints"])), tuple(map(float.fromhex, stored["floats"]))
+    slots = {"int": len(ints), "float": len(floats), "load": len(captures)}
+    right = (
+        all(spec == (NAME_OF[t.dtype], t.dim()) for spec, t in zip(program.captures, captures, strict=True))
+        and all(int(i.attr) < slots[i.op] for i in program.instructions if i.op in slots)
+        and program.uses <= {*INDICES}
+        and program.result_type.is_bool
+    )
+    if not right:
+        raise InputError("its mask and captured tensors do not belong together")
+    return Call(program, captures, ints, floats)
 
 
 def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:
@@ -76,16 +97,24 @@ def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:
     return flat.view(shape)
 
 
-def _checked(runs: Runs, geometry: Geometry, path: Path) -> Runs:
+def _fits(runs: Runs, geometry: Geometry) -> bool:
     """Engines trust a map's numbers as addresses, so a damaged file must not get through."""
-    steps = runs.offsets[1:] - runs.offsets[:-1]
-    right = (
-        runs.rows == geometry.rows
+    start, end = runs.start.long(), runs.start.long() + runs.count.long()
+    return (
+        all(t.dtype == torch.int32 and t.dim() == 1 for t in (runs.offsets, runs.start, runs.count))
+        and runs.rows == geometry.rows
         and int(runs.offsets[0]) == 0
-        and bool((steps >= 0).all())
-        and int(runs.offsets[-1]) == len(runs.start) == len(runs.count)
-        and bool(((runs.start >= 0) & (runs.count > 0) & (runs.start + runs.count <= geometry.kv_tiles)).all())
+        and bool((runs.offsets[1:] >= runs.offsets[:-1]).all())
+        and int(runs.offsets[-1]) == len(start)
+        and bool(((start >= 0) & (end > start) & (end <= geometry.kv_tiles)).all())
     )
-    if not right:
-        raise InputError(f"{path} is damaged: its runs do not fit a map of {geometry.q_tiles} x {geometry.kv_tiles} tiles")
-    return runs
+
+
+def _apart(partial: Runs, full: Runs) -> bool:
+    """No tile is named twice, and each row's runs come in order."""
+
+    def overlap(row: Tensor, start: Tensor, count: Tensor) -> bool:
+        return bool(((row[1:] == row[:-1]) & (start[1:] < start[:-1] + count[:-1])).any())
+
+    each = [(runs.row_of_run(), runs.start.long(), runs.count.long()) for runs in (partial, full)]
+    return not (overlap(*each[0]) or overlap(*each[1]) or overlap(*ordered(each)))

@@ -1,6 +1,7 @@
 """The tile map: which tiles of the score matrix are empty, partial (the mask decides inside) or full."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ class TileMap:
     mask: Call | None = None
     name: str = "mask"
     given: bool = False
+    derived: dict[str, Any] = field(default_factory=dict)  # what engines made of this map, kept with it
+
+    def remember(self, name: str, make: Callable[[], Any]) -> Any:
+        """Something computed from the map, computed once."""
+        if name not in self.derived:
+            self.derived[name] = make()
+        return self.derived[name]
 
     # -- what it covers ----------------------------------------------------------------------------------------------
 
@@ -105,7 +113,7 @@ class TileMap:
         mask = self.mask
         if mask is not None:
             mask = replace(mask, captures=tuple(t.to(device) for t in mask.captures))
-        return replace(self, partial=self.partial.to(device), full=self.full.to(device), mask=mask)
+        return replace(self, partial=self.partial.to(device), full=self.full.to(device), mask=mask, derived={})
 
     def recut(self, tile: tuple[int, int]) -> "TileMap":
         """The same mask on other tiles."""
@@ -118,7 +126,7 @@ class TileMap:
             raise InputError(f"a map given as tiles of {g.tile} can only be cut into tiles that divide them, not {tile}")
         finer = replace(g, tile=tile)
         ratio = g.tile[0] // tile[0], g.tile[1] // tile[1]
-        return replace(self, geometry=finer, partial=_cut(self.partial, g, finer, ratio), full=_cut(self.full, g, finer, ratio))
+        return replace(self, geometry=finer, partial=_cut(self.partial, g, finer, ratio), full=_cut(self.full, g, finer, ratio), derived={})
 
     def __getitem__(self, index: Any) -> "TileMap":
         """map[batch, head, query tile]: integers, slices or index tensors; dimensions are kept."""
@@ -131,8 +139,8 @@ class TileMap:
         b, h, q = chosen
         rows = ((b[:, None, None] * g.heads + h[None, :, None]) * g.q_tiles + q[None, None, :]).flatten()
         tokens = (q[:, None] * g.tile[0] + torch.arange(g.tile[0], device=self.device)).flatten()
-        whole = len(q) == g.q_tiles
-        tokens = tokens[tokens < g.q_len] if whole or _consecutive(q) else tokens.clamp(max=g.q_len - 1)
+        tail = g.q_tiles * g.tile[0] - g.q_len if len(q) and int(q[-1]) == g.q_tiles - 1 else 0
+        tokens = tokens[: len(tokens) - tail].clamp(max=g.q_len - 1)  # a short tile in the middle is filled up with its last query
         mask = self.mask
         if mask is not None:
             for name, positions in (("b", b), ("h", h), ("q", tokens)):
@@ -152,7 +160,7 @@ class TileMap:
             if (self.mask.program.text, self.mask.ints, self.mask.floats) != (other.mask.program.text, other.mask.ints, other.mask.floats):
                 return False
             tensors += list(zip(self.mask.captures, other.mask.captures, strict=True))
-        return all(a.device == b.device and torch.equal(a, b) for a, b in tensors)
+        return all(_same(a, b) for a, b in tensors)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -195,12 +203,22 @@ def from_call(call: Call, geometry: Geometry, name: str, device: torch.device | 
     return TileMap(g, partial.to(device), full.to(device), call, name)
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal tensors; a NaN equals a NaN."""
+    if a.device != b.device or a.shape != b.shape:
+        return False
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
+
+
 def _positions(pick: Any, size: int, device: torch.device) -> Tensor:
     if isinstance(pick, int):
         if not -size <= pick < size:
             raise InputError(f"index {pick} is outside a tile map dimension of {size}")
         pick = slice(pick % size, pick % size + 1)
-    found = torch.arange(size, device=device)[pick]
+    try:
+        found = torch.arange(size, device=device)[pick if isinstance(pick, slice) else torch.as_tensor(pick, device=device)]
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"index {pick!r} does not fit a tile map dimension of {size}: {error}") from error
     if found.dim() != 1:
         raise InputError(f"a tile map dimension is indexed by an integer, a slice or a 1-D tensor, got {pick!r}")
     return found

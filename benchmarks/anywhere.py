@@ -1,0 +1,193 @@
+"""tilewise without a GPU: the memory of a long sequence, and times beside torch's SDPA and flex_attention.
+
+Memory is the peak of a process of its own above what it had when the inputs were ready. Times are medians once warm, so
+tile maps and masks are built; a dense mask or bias that SDPA needs is made beforehand and not counted.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import MIB, arguments, in_subprocess, machine, memory_text, milliseconds, peak_growth, progress, report, table, time_text
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilewise as tw
+from tilewise import masks, scores
+
+LONG = 32_768
+LONG_LIMIT = 256 * MIB
+HEADS, HEAD_DIM = 8, 64
+LENGTHS = (1024, 4096)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+# -- a long sequence -------------------------------------------------------------------------------------------------
+
+
+def long_sequence(threads: int) -> dict[str, float]:
+    """Run in a process of its own: one head of a causal sequence, forward and backward."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn((1, 1, LONG, HEAD_DIM), generator=generator) for _ in range(4))
+    inputs = [t.requires_grad_() for t in (query, key, value)]
+
+    def both() -> None:
+        out = tw.attention(*inputs, mask=masks.causal, backend="blocked")
+        torch.autograd.grad(out, inputs, grad)
+
+    short = [torch.randn((1, 1, 256, HEAD_DIM), requires_grad=True) for _ in range(3)]
+    tw.attention(*short, mask=masks.causal, backend="blocked").sum().backward()  # what is loaded once is not the call's
+    gc.collect()
+    memory = peak_growth(both)
+    return {"memory": memory, "ms": milliseconds(both, seconds=0, least=3)}
+
+
+# -- side by side ----------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    name: str
+    mask: Any = None  # of a length
+    score: Any = None
+
+
+def documents(length: int) -> Any:
+    return masks.causal & masks.document(lengths=[length // 8] * 8)
+
+
+CASES = (
+    Case("full"),
+    Case("causal", lambda n: masks.causal),
+    Case("causal, window 256", lambda n: masks.causal & masks.sliding_window(256)),
+    Case("causal, 8 documents", documents),
+    Case("causal, ALiBi", lambda n: masks.causal, scores.alibi(HEADS)),
+    Case("causal, softcap 20", lambda n: masks.causal, scores.softcap(20.0)),
+)  # fmt: skip
+ENGINES = ("blocked", "auto", "sdpa", "flex", "compiled")
+NAMES = {"blocked": "tilewise blocked", "auto": "tilewise auto", "sdpa": "torch SDPA", "flex": "torch flex, eager", "compiled": "torch flex, compiled"}
+
+
+def forward_of(engine: str, case: Case, length: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """f(query, key, value) of this engine; None where it cannot express the case."""
+    mask = None if case.mask is None else case.mask(length)
+    if engine in ("blocked", "auto"):
+        return partial(tw.attention, mask=mask, score=case.score, backend=engine)
+    if engine == "sdpa":
+        if case.name in ("full", "causal"):
+            return partial(scaled_dot_product_attention, is_causal=case.name == "causal")
+        dense = dense_bias(case, mask, length, dtype)
+        return None if dense is None else partial(scaled_dot_product_attention, attn_mask=dense)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    attend = torch.compile(flex_attention) if engine == "compiled" else flex_attention
+    block_mask = None if mask is None else create_block_mask(mask, None, None, length, length, device="cpu")
+    return partial(attend, score_mod=case.score, block_mask=block_mask)
+
+
+def dense_bias(case: Case, mask: Any, length: int, dtype: torch.dtype) -> Tensor | None:
+    """The mask as SDPA takes it: boolean, or the bias with -inf where masked; None where scores are not merely added to."""
+    at = torch.arange(length)
+    allowed = mask(None, None, at[:, None], at)
+    if case.score is None:
+        return allowed[None, None]
+    if "ALiBi" not in case.name:
+        return None
+    bias = case.score(torch.zeros(()), None, torch.arange(HEADS)[:, None, None], at[:, None], at)
+    return bias.masked_fill(~allowed, -torch.inf).to(dtype)[None]
+
+
+def measure(engine: str, which: int, length: int, dtype: str, threads: int) -> dict[str, Any]:
+    """Run in a process of its own: forward and backward milliseconds, or why there are none."""
+    torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
+    case, generator = CASES[which], torch.Generator().manual_seed(0)
+    inputs = [torch.randn((1, HEADS, length, HEAD_DIM), generator=generator).to(DTYPES[dtype]) for _ in range(3)]
+    forward = forward_of(engine, case, length, DTYPES[dtype])
+    if forward is None:
+        return {}
+    found: dict[str, Any] = {}
+    if engine == "auto":
+        mask = None if case.mask is None else case.mask(length)
+        found["engine"] = tw.explain(*inputs, mask=mask, score=case.score).engine
+    with torch.no_grad():
+        found["forward"] = milliseconds(lambda: forward(*inputs), least=3)
+    if engine == "compiled":
+        return found
+    leaves = [t.requires_grad_() for t in inputs]
+    grad = torch.randn(inputs[0].shape, generator=generator).to(DTYPES[dtype])
+    try:
+        out = forward(*leaves)
+        found["backward"] = milliseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), least=3)
+    except (NotImplementedError, RuntimeError) as error:
+        found["refused"] = str(error).splitlines()[0]
+    return found
+
+
+def cell(result: dict[str, Any]) -> str:
+    """forward / backward in milliseconds."""
+    if "forward" not in result:
+        return "cannot"
+    backward = f"{result['backward']:.1f}" if "backward" in result else "-"
+    return f"{result['forward']:.1f} / {backward}"
+
+
+def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """How many times as long the other takes, forward / backward."""
+    found = [f"{theirs[way] / ours[way]:.2f}" if way in theirs and way in ours else "-" for way in ("forward", "backward")]
+    return "" if found == ["-", "-"] else " / ".join(found)
+
+
+def side_by_side(options: Any) -> list[str]:
+    engines = [e for e in ENGINES if e != "compiled" or options.compiled]
+    script, refusals, chosen = Path(__file__).resolve(), {}, set()
+    sections = []
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            rows = []
+            for which, case in enumerate(CASES):
+                results = {}
+                for engine in engines:
+                    progress(f"{dtype} {length} {case.name}: {NAMES[engine]}")
+                    try:
+                        results[engine] = in_subprocess(script, "measure", engine, which, length, dtype, options.threads)
+                    except Exception as error:
+                        results[engine] = {}
+                        refusals[NAMES[engine]] = str(error).strip().splitlines()[-1]
+                    if "refused" in results[engine]:
+                        refusals[f"{NAMES[engine]}, backward"] = results[engine]["refused"]
+                chosen.add(f"{case.name} {dtype}: {results['auto'].get('engine')}")
+                best = results["auto"]
+                rows.append([case.name, *[cell(results[e]) for e in engines], ratios(best, results["sdpa"]), ratios(best, results["flex"])])
+            header = [f"{dtype}, {length} tokens", *[NAMES[e] for e in engines], "SDPA : auto", "flex : auto"]
+            sections.append(table(header, rows))
+    sections.append("Engines that `auto` chose: " + "; ".join(sorted(chosen)) + ".")
+    if refusals:
+        sections.append("What could not be measured:\n\n" + "\n".join(f"- {name}: {reason}" for name, reason in refusals.items()))
+    return sections
+
+
+def main() -> None:
+    options = arguments(__doc__, ("--compiled", "also measure torch.compile(flex_attention), forward only; compiling takes minutes"))
+    print(machine(options.threads))
+    progress(f"{LONG} tokens, forward and backward")
+    found = in_subprocess(Path(__file__).resolve(), "long_sequence", options.threads)
+    met = "met" if found["memory"] < LONG_LIMIT else "missed"
+    matrix = LONG**2 * 4
+    long = (
+        f"One head of {LONG:,} tokens, head dim {HEAD_DIM}, fp32, causal, forward and backward with backend='blocked': peak memory above the inputs "
+        f"{memory_text(found['memory'])} (target under {memory_text(LONG_LIMIT)}: {met}; one matrix of scores would take {memory_text(matrix)}), {time_text(found['ms'])}."
+    )
+    how = (
+        f"Batch 1, {HEADS} heads, head dim {HEAD_DIM}. Milliseconds, forward / backward. The last columns say how many times as long the peer takes "
+        "as tilewise auto: above 1, tilewise is faster. SDPA is given dense masks and biases where it has no flag for the case."
+    )
+    report(__file__, options, "tilewise on a CPU", ["## A long sequence", long, "## Side by side", how, *side_by_side(options)])
+
+
+if __name__ == "__main__":
+    main()

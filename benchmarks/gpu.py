@@ -1,0 +1,277 @@
+"""tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding.
+
+    python benchmarks/gpu.py [dense] [masks] [decode] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
+
+TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row and every figure is
+the median of several turns, because a card at its power limit moves by a few percent with what ran before.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+import tilewise  # noqa: E402
+from tilewise import masks, scores  # noqa: E402
+
+TOKENS, WIDTH = 16384, 2048  # tokens in all; heads x head dim
+TURNS = 3
+RESULTS = Path(__file__).parent / "results" / "gpu.md"
+
+
+class Peer:
+    """A way to compute a row: forward(q, k, v) -> out. Each may bring its own layout."""
+
+    def __init__(self, name: str, forward: Callable[..., Tensor], tokens_first: bool = False) -> None:
+        self.name = name
+        self.forward = forward
+        self.tokens_first = tokens_first
+
+
+def measure(peer: Peer, inputs: tuple[Tensor, ...], backward: bool) -> list[Callable[[], Any]]:
+    """Closures to time: the forward, and the backward if asked."""
+    q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() if peer.tokens_first else t for t in inputs)
+    jobs: list[Callable[[], Any]] = [lambda: _no_grad(peer.forward, q, k, v)]
+    if backward:
+        out = peer.forward(q, k, v)
+        grad = torch.randn_like(out)
+        jobs.append(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    return jobs
+
+
+def _no_grad(f: Callable[..., Any], *args: Any) -> Any:
+    with torch.no_grad():
+        return f(*args)
+
+
+def row(title: str, peers: list[Peer], inputs: tuple[Tensor, ...], flops: float, backward: bool = True, rep: int = 100) -> list[str]:
+    """One line of a table: forward / backward TFLOP/s of every peer."""
+    jobs, failed = {}, {}
+    for peer in peers:
+        try:
+            jobs[peer.name] = measure(peer, inputs, backward)
+            for job in jobs[peer.name]:
+                job()
+        except Exception as error:  # a peer that cannot run says why in its cell
+            jobs.pop(peer.name, None)
+            failed[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    times: dict[str, list[list[float]]] = {name: [[] for _ in found] for name, found in jobs.items()}
+    for _ in range(TURNS):
+        for name, found in jobs.items():
+            for k, job in enumerate(found):
+                times[name][k].append(do_bench(job, warmup=10, rep=rep, return_mode="median"))
+    cells = [title]
+    for peer in peers:
+        if peer.name in failed:
+            cells.append("-")
+            print(f"  {title}: {peer.name} failed: {failed[peer.name]}", flush=True)
+            continue
+        medians = [statistics.median(t) for t in times[peer.name]]
+        rates = [flops * weight / ms / 1e9 for ms, weight in zip(medians, (1.0, 2.5), strict=False)]
+        cells.append(" / ".join(f"{r:.0f}" for r in rates))
+    print("  ".join(f"{c:>14s}" if n else f"{c:34s}" for n, c in enumerate(cells)), flush=True)
+    return cells
+
+
+def sdpa(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return forward
+
+
+def torch_flex(mask: Any = None, score: Any = None, length: int = 0) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    block_mask = create_block_mask(mask, None, None, length, length, device="cuda") if mask is not None else None
+    return lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=block_mask)
+
+
+def flash3(folder: str) -> Callable[..., Any]:
+    """FlashAttention-3 as its operators, from an unpacked folder; tensors are (batch, sequence, heads, dim)."""
+    import ctypes
+    import glob
+
+    for library in glob.glob(folder + "/**/libcudart.so.12", recursive=True):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(glob.glob(folder + "/**/flash_attn_3/_C.so", recursive=True)[0])
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int) -> Tensor:
+            out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, window_size_left=left, window_size_right=0 if left >= 0 else -1)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.options = (causal, left)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            q, k, v, out, lse = ctx.saved_tensors
+            causal, left = ctx.options
+            dq, dk, dv, *_ = torch.ops.flash_attn_3.bwd(
+                grad, q, k, v, out, lse, is_causal=causal, window_size_left=left, window_size_right=0 if left >= 0 else -1
+            )
+            return dq, dk, dv, None, None
+
+    return Function.apply
+
+
+def tensors(batch: int, heads: int, length: int, dim: int, kv_heads: int | None = None, kv_len: int | None = None) -> tuple[Tensor, ...]:
+    def make(h: int, n: int) -> Tensor:
+        return torch.randn(batch, h, n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    return make(heads, length), make(kv_heads or heads, kv_len or length), make(kv_heads or heads, kv_len or length)
+
+
+def dense(args: argparse.Namespace) -> list[list[str]]:
+    fa3 = flash3(args.fa3) if args.fa3 else None
+    table = [["work (forward / backward TFLOP/s)", f"tilewise {args.engine}", "cuDNN", "FA2", "torch flex", *(["FA3"] if fa3 else [])]]
+    for dim in args.dims:
+        for length in args.lengths:
+            for causal in (False, True):
+                heads, batch = WIDTH // dim, max(1, TOKENS // length)
+                inputs = tensors(batch, heads, length, dim)
+                mask = masks.causal if causal else None
+                peers = [
+                    Peer("tilewise", lambda q, k, v, mask=mask: tilewise.attention(q, k, v, mask=mask, backend=args.engine)),
+                    Peer("cuDNN", sdpa(SDPBackend.CUDNN_ATTENTION, causal)),
+                    Peer("FA2", sdpa(SDPBackend.FLASH_ATTENTION, causal)),
+                    Peer("flex", torch_flex(mask, None, length)),
+                ]
+                if fa3:
+                    peers.append(Peer("FA3", lambda q, k, v, causal=causal: fa3(q, k, v, causal, -1), tokens_first=True))
+                flops = 4 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
+                table.append(row(f"{'causal' if causal else 'full'} D{dim} S{length}", peers, inputs, flops, rep=args.rep))
+    return table
+
+
+def programmed(args: argparse.Namespace) -> list[list[str]]:
+    fa3 = flash3(args.fa3) if args.fa3 else None
+    heads, length, dim = 16, 16384, 128
+    lengths = torch.tensor([3000, 1200, 700, 4096, 2500, 388, 1500, 3000])
+    ids = masks.ids_of_lengths(lengths).to("cuda")
+    slopes = scores.alibi_slopes(heads).cuda()
+    relative = torch.randn(heads, 2 * length - 1, device="cuda") * 0.1
+    side = math.isqrt(length)
+    causal: Any = lambda b, h, q, kv: q >= kv  # noqa: E731
+    work = {
+        "causal": (masks.causal, None),
+        "causal window 1024": (lambda b, h, q, kv: (q >= kv) & (q - kv < 1024), None),
+        "causal document (8)": (lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), None),
+        "prefix-LM 4096": (lambda b, h, q, kv: (kv < 4096) | (q >= kv), None),
+        "neighborhood 13x13": (masks.neighborhood((side, side), 13), None),
+        "ALiBi + causal": (causal, lambda s, b, h, q, kv: s + slopes[h] * (kv - q)),
+        "softcap 30 + causal": (causal, lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)),
+        "relative bias + causal": (causal, lambda s, b, h, q, kv: s + relative[h, q - kv + length - 1]),
+    }
+    table = [["work, B1 H16 S16384 D128 (forward / backward TFLOP/s)", f"tilewise {args.engine}", "torch flex", *(["FA3"] if fa3 else [])]]
+    inputs = tensors(1, heads, length, dim)
+    for name, (mask, score) in work.items():
+        pairs = allowed_pairs(mask, length)
+        peers = [
+            Peer("tilewise", lambda q, k, v, mask=mask, score=score: tilewise.attention(q, k, v, mask=mask, score=score, backend=args.engine)),
+            Peer("flex", torch_flex(mask, score, length)),
+        ]
+        if fa3:
+            window = {"causal": -1, "causal window 1024": 1023}
+            if name in window:
+                peers.append(Peer("FA3", lambda q, k, v, left=window[name]: fa3(q, k, v, True, left), tokens_first=True))
+            else:
+                peers.append(Peer("FA3", _unable))
+        table.append(row(f"{name} ({pairs / length**2:.3f})", peers, inputs, 4 * heads * dim * pairs, rep=args.rep))
+    return table
+
+
+def _unable(*_: Any) -> Tensor:
+    raise NotImplementedError("cannot express it")
+
+
+def allowed_pairs(mask: Any, length: int) -> int:
+    """How many (q, kv) pairs a mask allows, counted in strips."""
+    kv = torch.arange(length, device="cuda")
+    total = 0
+    call = tilewise.lang.trace_mask(mask)
+    for start in range(0, length, 1024):
+        q = torch.arange(start, start + 1024, device="cuda")[:, None]
+        zero = torch.zeros((1, 1), dtype=torch.int64, device="cuda")
+        total += int(torch.as_tensor(tilewise.lang.evaluate(call, {"b": zero, "h": zero, "q": q, "kv": kv[None, :]})).sum())
+    return total
+
+
+def decode(args: argparse.Namespace) -> list[list[str]]:
+    table = [["decode, 32 query heads on 8, D128 (TB/s of keys and values read)", f"tilewise {args.engine}", "SDPA", "tilewise / SDPA"]]
+    for batch, length in ((1, 32768), (16, 8192), (64, 4096)):
+        sets = [tuple(t.detach() for t in tensors(batch, 32, 1, 128, 8, length)) for _ in range(max(1, 2**28 // (batch * 8 * length * 128 * 4)))]
+        bytes_read = 2 * batch * 8 * length * 128 * 2
+        turn = iter(range(10**9))
+
+        def ours(sets: Any = sets, turn: Any = turn) -> Tensor:
+            q, k, v = sets[next(turn) % len(sets)]
+            return tilewise.attention(q, k, v, enable_gqa=True, backend=args.engine)
+
+        def theirs(sets: Any = sets, turn: Any = turn) -> Tensor:
+            q, k, v = sets[next(turn) % len(sets)]
+            return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        rates = [bytes_read / statistics.median(graphed(f) for _ in range(TURNS)) / 1e9 for f in (ours, theirs)]
+        cells = [f"B{batch} KV {length}", f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.2f}"]
+        print("  ".join(f"{c:>14s}" for c in cells), flush=True)
+        table.append(cells)
+    return table
+
+
+def graphed(f: Callable[[], Any]) -> float:
+    """ms of one call, replayed from a CUDA graph so that the host does not count."""
+    for _ in range(3):
+        f()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            f()
+    return do_bench(graph.replay, warmup=10, rep=60, return_mode="median") / 10
+
+
+def markdown(table: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["dense", "masks", "decode", []], help="what to measure; everything unless given")
+    parser.add_argument("--engine", default="triton", help="the tilewise backend to measure")
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--quick", action="store_true", help="one length, shorter measurements")
+    parser.add_argument("--fa3", help="folder with FlashAttention-3's library, to measure it too")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
+    args = parser.parse_args()
+    args.rep = 40 if args.quick else 100
+    if args.quick:
+        args.lengths = [8192]
+    parts = {"dense": dense, "masks": programmed, "decode": decode}
+    header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
+    print(header)
+    text = [f"# tilewise and its peers on a GPU\n\n{header}\n\n`python {' '.join(sys.argv)}`\n"]
+    for name in args.parts or parts:
+        text.append(markdown(parts[name](args)) + "\n")
+    if args.save:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(text))
+        print(f"written to {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

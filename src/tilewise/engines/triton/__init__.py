@@ -1,0 +1,77 @@
+"""The Triton engine: portable fused kernels into which masks and scores are compiled.
+
+Triton is imported when the engine first serves a call, never by `import tilewise`.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.problem import Problem
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+OLDEST_GPU = (8, 0)
+OLDEST_TRITON = (3, 3)
+
+
+class TritonEngine(Engine):
+    name = "triton"
+    summary = "fused kernels, forward, backward and decode, on NVIDIA GPUs from Ampere on"
+
+    def refuse(self, problem: Problem) -> str | None:
+        if MISSING is not None:
+            return MISSING
+        if not interpreted():
+            if problem.device.type != "cuda":
+                return f"Query, key, and value must be on a CUDA device, got {problem.device}"
+            capability = torch.cuda.get_device_capability(problem.device)
+            if capability < OLDEST_GPU:
+                return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
+        if problem.dtype not in DTYPES:
+            return f"it computes in float16, bfloat16 and float32, got {problem.dtype}"
+        if problem.deterministic and problem.score is not None and any([t.requires_grad for t in problem.score.captures]):
+            return "it adds up gradients of captured tensors atomically, which is not deterministic"
+        return None
+
+    def forward(self, problem: Problem) -> Output:
+        from tilewise.engines.triton import run
+
+        with torch.cuda.device(problem.device) if problem.device.type == "cuda" else _nowhere:
+            return run.forward(problem)
+
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        from tilewise.engines.triton import run
+
+        with torch.cuda.device(problem.device) if problem.device.type == "cuda" else _nowhere:
+            return run.backward(problem, output, grad_out, grad_lse, wanted)
+
+
+def _missing() -> str | None:
+    """Why Triton cannot be used at all, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "it is not usable because of missing package 'triton': pip install triton"
+    installed = importlib.metadata.version("triton")
+    if tuple(int(x) for x in installed.split(".")[:2]) < OLDEST_TRITON:
+        return f"it needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, {installed} is installed"
+    return None
+
+
+MISSING = _missing()
+
+
+def interpreted() -> bool:
+    """Triton's interpreter runs kernels on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class _Nowhere:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_nowhere = _Nowhere()

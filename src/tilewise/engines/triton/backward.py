@@ -1,0 +1,287 @@
+"""The backward kernels: `sums` (delta), `keys` (dK, dV) and `queries` (dQ and the captures' gradients).
+
+P = exp(s - lse), dP = dropout(dO V^T), delta = dO . O - dlse, dS = P (dP - delta), dscore = dS * score'
+dV = dropout(P)^T dO, dK = scale dscore^T Q, dQ = scale dscore K
+
+Every sum is kept in one program's registers and written once: no atomics, so the result is the same every time. Only the
+gradients of tensors that a score function captures are added atomically.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.engines.triton.steps import LOG2E, final_scores, heard, kept, load_rows, run_of
+
+
+@triton.jit
+def sums(p_out, p_do, p_dlse, p_delta, s_out, s_do, n_heads, n_q, HAS_DLSE: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DV_TRUE: tl.constexpr):
+    """delta = sum over the head dim of dO * O, less dlse."""
+    n_tiles = (n_q + M - 1) // M
+    i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    first = i_tile * M
+    n_left = n_q - i_tile * M
+    b_out = load_rows(p_out + i_b * s_out[0] + i_h * s_out[1] + first * s_out[2], s_out, n_left, M, DV, DV_TRUE).to(tl.float32)
+    b_do = load_rows(p_do + i_b * s_do[0] + i_h * s_do[1] + first * s_do[2], s_do, n_left, M, DV, DV_TRUE).to(tl.float32)
+    o_row = i_bh.to(tl.int64) * n_q + i_tile * M + tl.arange(0, M)
+    inside = tl.arange(0, M) < n_left
+    b_delta = tl.sum(b_out * b_do, 1)
+    if HAS_DLSE:
+        b_delta -= tl.load(p_dlse + o_row, mask=inside, other=0.0)
+    tl.store(p_delta + o_row, b_delta, mask=inside)
+
+
+@triton.jit
+def keys(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed,
+    s_q, s_k, s_v, s_do, s_dk, s_dv,
+    tiles, s_tiles, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold,
+    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one key tile, over the query heads that share it. Everything is transposed: [N keys, M queries]."""
+    pid = tl.program_id(0)
+    n_kv_heads = n_heads // ratio
+    i_bh, i_place = pid // n_tiles, pid % n_tiles
+    i_b, i_hk = i_bh // n_kv_heads, i_bh % n_kv_heads
+    i_kv = i_place
+    if MAPPED:
+        i_kv = tl.load(tiles[0] + i_b * s_tiles[0] + i_hk * ratio * s_tiles[1] + i_place)
+    first = i_kv * N
+    n_left = n_kv - i_kv * N
+    b_k = load_rows(p_k + i_b * s_k[0] + i_hk * s_k[1] + first * s_k[2], s_k, n_left, N, D, D_TRUE)
+    b_v = load_rows(p_v + i_b * s_v[0] + i_hk * s_v[1] + first * s_v[2], s_v, n_left, N, DV, DV_TRUE)
+    if UPCAST:
+        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+    o_kv = i_kv * N + tl.arange(0, N)
+    b_dk = tl.zeros([N, D], tl.float32)
+    b_dv = tl.zeros([N, DV], tl.float32)
+    for i_g in range(0, ratio):
+        i_h = i_hk * ratio + i_g
+        p_qh = p_q + i_b * s_q[0] + i_h * s_q[1]
+        p_doh = p_do + i_b * s_do[0] + i_h * s_do[1]
+        o_bh = (i_b * n_heads + i_h).to(tl.int64) * n_q
+        if MAPPED:
+            row = i_b * s_tiles[0] + i_h * s_tiles[1] + i_kv
+            for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
+                start, stop = run_of(tiles[5], tiles[6], run)
+                for i_q in range(start, stop):
+                    b_dk, b_dv = keys_step(
+                        b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
+                        scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                        MASK, SCORE, SLOPE, False, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+            for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
+                start, stop = run_of(tiles[2], tiles[3], run)
+                for i_q in tl.range(start, stop, num_stages=MASKED_STAGES):
+                    b_dk, b_dv = keys_step(
+                        b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
+                        scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                        MASK, SCORE, SLOPE, True, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+        else:
+            for i_q in range(0, n_q // M):
+                b_dk, b_dv = keys_step(
+                    b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
+                    scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    None, SCORE, SLOPE, False, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+            for i_q in range(n_q // M, (n_q + M - 1) // M):
+                b_dk, b_dv = keys_step(
+                    b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
+                    scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    None, SCORE, SLOPE, True, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+    store_rows(p_dk + i_b * s_dk[0] + i_hk * s_dk[1] + first * s_dk[2], s_dk, b_dk * scale, n_left, N, D, D_TRUE)
+    store_rows(p_dv + i_b * s_dv[0] + i_hk * s_dv[1] + first * s_dv[2], s_dv, b_dv, n_left, N, DV, DV_TRUE)
+
+
+@triton.jit
+def keys_step(
+    b_k, b_v, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
+    scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One query tile's share of dK and dV. MASKED tiles may reach past the last query: those rows have lse = +inf and weight 0."""
+    first = i_q * M
+    n_left = n_q - i_q * M
+    o_row = tl.arange(0, M)
+    o_q = i_q * M + o_row
+    b_q = load_rows(p_q + first * s_q[2], s_q, n_left, M, D, D_TRUE, MASKED)
+    b_do = load_rows(p_do + first * s_do[2], s_do, n_left, M, DV, DV_TRUE, MASKED)
+    if UPCAST:
+        b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
+    if MASKED:
+        b_lse = tl.load(p_lse + first + o_row, mask=o_row < n_left, other=float("inf"))
+        b_delta = tl.load(p_delta + first + o_row, mask=o_row < n_left, other=0.0)
+    else:
+        b_lse = tl.load(p_lse + first + o_row)
+        b_delta = tl.load(p_delta + first + o_row)
+    b_lse = weightless(b_lse)
+    b_raw = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [N, M]
+    seen_q = tl.minimum(o_q, n_q - 1)[None, :]
+    b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, MASK, SCORE, MASKED)
+    b_p = tl.exp2(b_s - b_lse[None, :])
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_pd = b_p
+    if DROPOUT:
+        keep = kept(p_seed, threshold, i_b, i_h, o_q[None, :], o_kv[:, None])
+        b_pd = tl.where(keep, b_p * keep_scale, 0.0)
+        b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
+    b_ds = b_p * (b_dp - b_delta[None, :])
+    if SLOPE is not None:
+        slope = SLOPE(b_raw * scale, i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], score_p, score_i, score_f, score_s)
+        b_ds = b_ds * slope
+    if MASKED or SLOPE is not None:
+        b_ds = tl.where(b_s > float("-inf"), b_ds, 0.0)
+    b_pd, b_ds = b_pd.to(b_do.dtype), b_ds.to(b_q.dtype)
+    if MASKED and MASK is not None:
+        anyone = heard(b_s)
+        if tl.min(anyone, 0) == 0:
+            b_dv = tl.dot(b_pd, tl.where(anyone[:, None] > 0, b_do, 0.0), b_dv, input_precision=PRECISION)
+            b_dk = tl.dot(b_ds, tl.where(anyone[:, None] > 0, b_q, 0.0), b_dk, input_precision=PRECISION)
+        else:
+            b_dv = tl.dot(b_pd, b_do, b_dv, input_precision=PRECISION)
+            b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+    else:
+        b_dv = tl.dot(b_pd, b_do, b_dv, input_precision=PRECISION)
+        b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit
+def queries(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed,
+    s_q, s_k, s_v, s_do, s_dq,
+    tiles, s_tiles, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold,
+    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ of one query tile; on the way, the gradients of captured tensors."""
+    pid = tl.program_id(0)
+    i_bh, i_tile = pid // n_tiles, pid % n_tiles
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    row = i_b * s_tiles[0] + i_h * s_tiles[1]
+    if MAPPED:
+        i_tile = tl.load(tiles[0] + row + i_tile)
+        row += i_tile
+    first = i_tile * M
+    n_left = n_q - i_tile * M
+    o_row = tl.arange(0, M)
+    o_q = i_tile * M + o_row
+    b_q = load_rows(p_q + i_b * s_q[0] + i_h * s_q[1] + first * s_q[2], s_q, n_left, M, D, D_TRUE)
+    b_do = load_rows(p_do + i_b * s_do[0] + i_h * s_do[1] + first * s_do[2], s_do, n_left, M, DV, DV_TRUE)
+    if UPCAST:
+        b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
+    o_bh = i_bh.to(tl.int64) * n_q + first
+    b_lse = weightless(tl.load(p_lse + o_bh + o_row, mask=o_row < n_left, other=float("inf")))
+    b_delta = tl.load(p_delta + o_bh + o_row, mask=o_row < n_left, other=0.0)
+    p_kh = p_k + i_b * s_k[0] + (i_h // ratio) * s_k[1]
+    p_vh = p_v + i_b * s_v[0] + (i_h // ratio) * s_v[1]
+    b_dq = tl.zeros([M, D], tl.float32)
+    if MAPPED:
+        for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
+            start, stop = run_of(tiles[5], tiles[6], run)
+            for i_kv in range(start, stop):
+                b_dq = queries_step(
+                    b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+                    MASK, SCORE, SLOPE, SCATTER, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+        for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
+            start, stop = run_of(tiles[2], tiles[3], run)
+            for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
+                b_dq = queries_step(
+                    b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+                    MASK, SCORE, SLOPE, SCATTER, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+    else:
+        for i_kv in range(0, n_kv // N):
+            b_dq = queries_step(
+                b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+                None, SCORE, SLOPE, SCATTER, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+        for i_kv in range(n_kv // N, (n_kv + N - 1) // N):
+            b_dq = queries_step(
+                b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+                None, SCORE, SLOPE, SCATTER, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+    store_rows(p_dq + i_b * s_dq[0] + i_h * s_dq[1] + first * s_dq[2], s_dq, b_dq * scale, n_left, M, D, D_TRUE)
+
+
+@triton.jit
+def queries_step(
+    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One key tile's share of dQ."""
+    n_left = n_kv - i_kv * N
+    first = i_kv * N
+    b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE, MASKED)
+    b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED)
+    if UPCAST:
+        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+    o_kv = i_kv * N + tl.arange(0, N)
+    b_raw = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
+    i_q = tl.minimum(o_q, n_q - 1)[:, None]
+    b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, MASK, SCORE, MASKED)
+    b_p = tl.exp2(b_s - b_lse[:, None])
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    if DROPOUT:
+        keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
+        b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    if SLOPE is not None:
+        seen_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
+        attended = (b_s > float("-inf")) & (o_q < n_q)[:, None]
+        b_ds = tl.where(attended, b_ds, 0.0)
+        if SCATTER is not None:
+            SCATTER(b_ds, attended, b_raw * scale, i_b, i_h, i_q, seen_kv, score_p, score_i, score_f, score_s, score_g)
+        slope = SLOPE(b_raw * scale, i_b, i_h, i_q, seen_kv, score_p, score_i, score_f, score_s)
+        b_ds = tl.where(attended, b_ds * slope, 0.0)
+    elif MASKED:
+        b_ds = tl.where(b_s > float("-inf"), b_ds, 0.0)
+    b_ds = b_ds.to(b_k.dtype)
+    if MASKED and MASK is not None:
+        anyone = heard(b_s)
+        if tl.min(anyone, 0) == 0:
+            b_dq = tl.dot(b_ds, tl.where(anyone[:, None] > 0, b_k, 0.0), b_dq, input_precision=PRECISION)
+        else:
+            b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
+    else:
+        b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
+    return b_dq
+
+
+@triton.jit
+def weightless(b_lse):
+    """lse in base 2; +inf for rows that attend to nothing, so that exp2(s - lse) = 0."""
+    return tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
+
+
+@triton.jit
+def final_scores_t(
+    b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their sums are not stored."""
+    i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
+    if SCORE is None:
+        b_s = b_s * (scale * LOG2E)
+    else:
+        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score_p, score_i, score_f, score_s) * LOG2E
+    if MASKED and MASK is not None:
+        b_s = tl.where(MASK(i_b, i_h, i_q, i_kv, mask_p, mask_i, mask_f, mask_s), b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
+def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
+    o_row = tl.arange(0, ROWS)
+    o_column = tl.arange(0, COLUMNS)
+    p = p_first + (o_row[:, None] * s[2] + o_column[None, :] * s[3])
+    tl.store(p, b_x.to(p_first.dtype.element_ty), mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE))

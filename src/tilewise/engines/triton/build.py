@@ -1,0 +1,70 @@
+"""Compiling a kernel with Triton, for any architecture, with or without a GPU."""
+
+import json
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tilewise.engines.triton import backward, decode, forward
+from tilewise.engines.triton.launch import Request
+from tilewise.engines.triton.modules import Generated
+
+FUNCTIONS = {
+    "forward": forward.forward, "split": decode.split, "combine": decode.combine,
+    "sums": backward.sums, "keys": backward.keys, "queries": backward.queries,
+}  # fmt: skip
+DIVISIBLE = [["tt.divisibility", 16]]
+
+
+def function_named(kernel: str) -> Any:
+    return FUNCTIONS[kernel]
+
+
+def compiled(request: Request) -> dict[str, bytes]:
+    """The parts the store keeps: the binary, and the facts needed to start it."""
+    function = FUNCTIONS[request.kernel]
+    signature: dict[str, Any] = {}
+    attributes: dict[Any, Any] = {}
+    fixed: dict[Any, Any] = {}
+    types: list[str] = []
+    for position, (name, kind) in enumerate(request.signature):
+        signature[name] = _describe(kind, (position,), attributes, fixed, types)
+    constants = {name: value.function() if isinstance(value, Generated) else value for name, value in request.constants}
+    fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = triton.compiler.ASTSource(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
+    kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options={"num_warps": request.warps, "num_stages": request.stages})
+    if kernel.metadata.global_scratch_size:
+        raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
+    facts = {
+        "name": kernel.metadata.name, "shared": kernel.metadata.shared, "types": types,
+        "extra_pointers": _parameters(kernel.asm["ptx"]) - len(types),
+    }  # fmt: skip
+    return {"facts": json.dumps(facts).encode(), "cubin": kernel.asm["cubin"]}
+
+
+def _describe(kind: Any, place: tuple[int, ...], attributes: dict[Any, Any], fixed: dict[Any, Any], types: list[str]) -> Any:
+    """Triton's type of an argument; notes what is divisible by 16, what is constant, and the parameters it becomes."""
+    if kind == "aligned":
+        attributes |= {(*place, d): DIVISIBLE for d in range(3)}
+        fixed[(*place, 3)] = 1
+        types += ["i64"] * 3
+        return ("i64", "i64", "i64", "constexpr")
+    if isinstance(kind, tuple):
+        return tuple(_describe(k, (*place, d), attributes, fixed, types) for d, k in enumerate(kind))
+    if kind == "none":
+        fixed[place] = None
+        return "constexpr"
+    if kind.endswith("!"):
+        attributes[place] = DIVISIBLE
+        kind = kind[:-1]
+    types.append(kind)
+    return kind
+
+
+def _parameters(ptx: str) -> int:
+    """How many parameters the kernel really has: Triton adds pointers of its own at the end."""
+    entry = re.search(r"\.visible \.entry[^(]*\(([^)]*)\)", ptx)
+    assert entry is not None
+    return entry.group(1).count(".param")

@@ -1,0 +1,52 @@
+"""Tile sizes, warps and pipeline stages, by kernel, dtype and head dim; an over-budget choice steps down by itself."""
+
+from typing import NamedTuple
+
+import torch
+
+from tilewise.engines.triton import interpreted
+from tilewise.problem import Problem
+
+
+class Config(NamedTuple):
+    m: int  # query rows of a tile
+    n: int  # keys of a tile
+    warps: int
+    stages: int  # tiles in flight
+    masked_stages: int = 2  # the same for tiles that evaluate the mask
+
+
+# Largest head dim (padded to a power of two, the larger of q's and v's) -> configuration, for 16-bit inputs. Measured on an H200.
+TABLES = {
+    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 128, 8, 3), 256: Config(128, 64, 8, 2), 512: Config(64, 32, 8, 2)},
+    "keys": {64: Config(64, 64, 4, 3), 128: Config(32, 128, 8, 3), 256: Config(64, 64, 8, 2), 512: Config(16, 32, 8, 1)},
+    "queries": {64: Config(64, 128, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3), 512: Config(32, 16, 8, 1)},
+    "decode": {64: Config(16, 128, 4, 3), 128: Config(16, 64, 4, 4), 256: Config(16, 32, 4, 3), 512: Config(16, 16, 4, 2)},
+}
+SMALL = Config(32, 32, 4, 1, 1)  # Triton's interpreter: small tiles, so that small tests have tails and several tiles
+
+
+def padded(size: int) -> int:
+    """The power of two a head dim is padded to in registers; products need at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def choose(kernel: str, p: Problem) -> Config:
+    if interpreted():
+        return SMALL
+    width = max(padded(p.head_dim), padded(p.v_dim))
+    config = next(c for largest, c in TABLES[kernel].items() if width <= largest)
+    if p.dtype == torch.float32:  # twice the bytes, and products on plain arithmetic units
+        return config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
+    return config
+
+
+def smaller(config: Config) -> Config | None:
+    """The next thing to try when a configuration does not fit a GPU's shared memory."""
+    if config.stages > 1:
+        return config._replace(stages=config.stages - 1, masked_stages=min(config.masked_stages, config.stages - 1))
+    if config.n > 16 and config.n >= config.m:
+        return config._replace(n=config.n // 2)
+    if config.m > 16:
+        return config._replace(m=config.m // 2)
+    return None

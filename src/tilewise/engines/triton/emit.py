@@ -1,0 +1,234 @@
+"""Programs as Triton source: one small function per mask, score, slope (its derivative) and scatter (captures' gradients).
+
+A generated function takes b and h as scalars and q and kv as a column and a row (or a row and a column: it does not care),
+so that what depends on q alone stays a column and only what needs both is a tile. Python numbers and captures are
+arguments: `p` pointers, `i` ints, `f` floats, `s` sizes and strides. Only numbers, operation names and slots reach the text.
+
+Integers are 64-bit in the language. Where their bounds over the whole problem show that 32 bits hold them, 32 are used; likewise
+a load whose index provably stays inside needs no clamping, and a division of non-negative numbers no correction.
+"""
+
+from dataclasses import dataclass
+
+from tilewise.lang import Call, Derivative, Program
+from tilewise.lang.ranges import ranges
+from tilewise.lang.program import literal_value
+from tilewise.lang.types import Type, promote
+
+TL = {
+    "bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32", "i64": "tl.int64",
+    "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64",
+}  # fmt: skip
+SMALL = 2**31 - 1
+
+# Text of each operation on operands of one type; those that depend on more are written by Writer._special.
+TEXT = {
+    "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "div": "({0} / {1})", "neg": "(-{0})", "abs": "tl.abs({0})",
+    "minimum": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)", "maximum": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
+    "clamp_min": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)", "clamp_max": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
+    "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})", "ge": "({0} >= {1})", "eq": "({0} == {1})", "ne": "({0} != {1})",
+    "and": "({0} & {1})", "or": "({0} | {1})", "xor": "({0} ^ {1})", "not": "(~{0})", "shl": "({0} << {1})", "shr": "({0} >> {1})",
+    "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "round": "round_even({0})", "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
+    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))", "detach": "{0}",
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "tl.rsqrt({0})",
+    "sin": "tl.sin({0})", "cos": "tl.cos({0})", "tanh": "tanh({0})", "sigmoid": "tl.sigmoid({0})", "erf": "tl.erf({0})",
+    "silu": "({0} * tl.sigmoid({0}))", "relu": "tl.maximum({0}, 0, tl.PropagateNan.ALL)",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a capture's place in memory is part of the code."""
+
+    contiguous: bool  # the last dimension's stride is 1
+    wide: bool  # offsets need 64 bits
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Upper limits of b, h, q and kv."""
+
+    b: int
+    h: int
+    q: int
+    kv: int
+
+
+class Writer:
+    """Writes the instructions of one program as lines of Triton."""
+
+    def __init__(self, program: Program, call: Call, extents: Extents, layouts: tuple[Layout, ...], precise: bool) -> None:
+        self.program = program
+        self.layouts = layouts
+        self.precise = precise
+        self.ranges = ranges(program, call, {"b": extents.b, "h": extents.h, "q": extents.q, "kv": extents.kv})
+        self.sizes = [tuple(t.shape) for t in call.captures]
+        self.slots = _size_slots(program)
+        self.lines: list[str] = []
+        self.types: list[str] = []
+        for k in range(len(program.instructions)):
+            self._write(k)
+
+    def _write(self, k: int) -> None:
+        op, args, attr, type = self.program.instructions[k]
+        dtype = self._width(k, type)
+        if op == "index":
+            text = attr
+            dtype = "i32"
+        elif op == "score":
+            text = "score"
+            dtype = "f32"
+        elif op == "int":
+            text = f"i[{attr}]"
+        elif op == "float":
+            text = f"f[{attr}]"
+        elif op == "literal":
+            text = _literal(attr)
+        elif op == "load":
+            text = f"tl.load({self.address('p', int(attr), args)})"
+            if type.is_bool:
+                text = f"({text} != 0)"
+        elif op == "cast":
+            text = self._cast(args[0], dtype)
+        else:
+            text = self._operation(op, args, type, dtype)
+        self.types.append(dtype)
+        self.lines.append(f"v{k} = {text}")
+
+    def _width(self, k: int, type: Type) -> str:
+        return "i32" if type.dtype == "i64" and self.ranges[k].within(-SMALL, SMALL) and self.program.instructions[k].op != "load" else type.dtype
+
+    def _cast(self, k: int, dtype: str) -> str:
+        """Value k in another type; literals adapt by themselves."""
+        instruction = self.program.instructions[k]
+        if instruction.op == "literal" and dtype != "bool":
+            value = literal_value(instruction.attr)
+            return _literal(repr(float(value)) if dtype.startswith(("f", "bf")) else repr(value))
+        if self.types[k] == dtype:
+            return f"v{k}"
+        if dtype == "bool":
+            return f"(v{k} != 0)"
+        return f"v{k}.to({TL[dtype]})"
+
+    def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
+        types = [self.program.instructions[a].type for a in args]
+        if name == "where":
+            return f"tl.where({self._cast(args[0], 'bool')}, {self._cast(args[1], dtype)}, {self._cast(args[2], dtype)})"
+        computed = promote(*types).dtype
+        if type.is_float and not computed.startswith(("f", "bf")):
+            computed = type.dtype
+        if computed == "i64" and all(self.ranges[a].within(-SMALL, SMALL) for a in args) and (type.is_bool or dtype == "i32"):
+            computed = "i32"
+        operands = [self._cast(a, computed) for a in args]
+        text = self._special(name, args, operands, computed)
+        if text is None:
+            text = TEXT[name].format(*operands)
+        return text if type.is_bool or dtype == computed else f"({text}).to({TL[dtype]})"
+
+    def _special(self, name: str, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
+        """Operations whose text depends on what is known of their operands."""
+        is_float = computed.startswith(("f", "bf"))
+        if name in ("floordiv", "mod"):
+            a, b = operands
+            if is_float:
+                return f"tl.floor({a} / {b})" if name == "floordiv" else f"({a} - tl.floor({a} / {b}) * {b})"
+            if self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0:
+                return f"({a} // {b})" if name == "floordiv" else f"({a} % {b})"
+            remainder = f"({a} % {b})"
+            wrong = f"(({remainder} != 0) & (({remainder} < 0) != ({b} < 0)))"
+            return f"({a} // {b} - {wrong}.to({TL[computed]}))" if name == "floordiv" else f"({remainder} + tl.where({wrong}, {b}, 0))"
+        if name == "pow":
+            return self._power(args, operands, is_float)
+        if name == "not" and computed == "bool":
+            return f"({operands[0]} == 0)"
+        if name in ("floor", "ceil", "trunc", "round") and not is_float:
+            return operands[0]
+        if name == "tanh" and not self.precise:
+            return f"fast_tanh({operands[0]})"
+        if name in ("and", "or", "xor", "add", "mul") and computed == "bool":
+            return f"({operands[0]} {'&' if name in ('and', 'mul') else '^' if name == 'xor' else '|'} {operands[1]})"
+        return None
+
+    def _power(self, args: tuple[int, ...], operands: list[str], is_float: bool) -> str:
+        exponent = self.program.instructions[args[1]]
+        if exponent.op == "literal":
+            n = literal_value(exponent.attr)
+            if n == int(n) and 0 <= n <= 8:
+                return "(" + " * ".join([operands[0]] * int(n)) + ")" if n else f"({operands[0]} * 0 + 1)"
+            if n == 0.5 and is_float:
+                return f"tl.sqrt({operands[0]})"
+        return f"power({operands[0]}, {operands[1]})"
+
+    def address(self, pointers: str, slot: int, indices: tuple[int, ...]) -> str:
+        """Where an element of a capture lies: negative indices count from the end, others are kept inside."""
+        layout, (sizes, strides) = self.layouts[slot], self.slots[slot]
+        terms = []
+        for d, k in enumerate(indices):
+            known, size = self.ranges[k], self.sizes[slot][d]
+            index = f"v{k}"
+            if not known.within(0, size - 1):
+                if known.lowest < 0:
+                    index = f"tl.where({index} < 0, {index} + s[{sizes + d}], {index})"
+                    index = f"tl.maximum({index}, 0)"
+                index = f"tl.minimum({index}, s[{sizes + d}] - 1)"
+            if layout.wide or self.types[k] == "i64":
+                index = f"({index}).to({'tl.int64' if layout.wide else 'tl.int32'})" if self.program.instructions[k].op != "literal" else index
+            terms.append(index if layout.contiguous and d == len(indices) - 1 else f"({index}) * s[{strides + d}]")
+        return " + ".join([f"{pointers}[{slot}]", *terms])
+
+    def result(self, position: int = 0, dtype: str | None = None) -> str:
+        k = self.program.results[position]
+        return self._cast(k, dtype) if dtype else f"v{k}"
+
+    def varies(self, indices: tuple[int, ...]) -> frozenset[str]:
+        return frozenset().union(*(self.program.dependencies[k] for k in indices)) if indices else frozenset()
+
+
+def _literal(text: str) -> str:
+    return f'float("{text}")' if text in ("inf", "-inf", "nan") else f"({text})"
+
+
+def _size_slots(program: Program) -> list[tuple[int, int]]:
+    """For every capture, where its sizes and its strides begin in the tuple `s`."""
+    slots, at = [], 0
+    for capture in program.captures:
+        slots.append((at, at + capture.rank))
+        at += 2 * capture.rank
+    return slots
+
+
+def mask_source(writer: Writer) -> list[str]:
+    return ["@triton.jit", "def mask(b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.result(0, 'bool')}"]
+
+
+def score_source(writer: Writer) -> list[str]:
+    return ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.result(0, 'f32')} + score * 0.0" if "score" not in writer.program.uses else f"    return {writer.result(0, 'f32')}"]
+
+
+def slope_source(writer: Writer) -> list[str]:
+    return ["@triton.jit", "def slope(score, b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.result(0, 'f32')}"]
+
+
+def scatter_source(writer: Writer, derivative: Derivative) -> list[str]:
+    """Adds ds * d(score)/d(load) to each load's place in `g`, summed first over the axes on which the place does not depend."""
+    lines = ["@triton.jit", "def scatter(ds, attended, score, b, h, q, kv, p, i, f, s, g):", *_indent(writer.lines)]
+    for n, site in enumerate(derivative.sites):
+        indices = tuple(writer.program.results[k] for k in site.indices)
+        varies = writer.varies(indices)
+        lines.append(f"    x{n} = tl.where(attended, ds * {writer.result(site.gradient, 'f32')}, 0.0)")
+        mask = ", mask=attended"
+        if "kv" not in varies:
+            lines.append(f"    x{n} = tl.sum(x{n}, 1, keep_dims=True)")
+        if "q" not in varies:
+            lines.append(f"    x{n} = tl.sum(x{n}, 0, keep_dims=True)")
+        address = writer.address("g", site.slot, indices)
+        if varies.isdisjoint({"q", "kv"}):
+            lines.append(f"    tl.atomic_add({address}, tl.sum(tl.sum(x{n}, 1), 0), sem='relaxed')")
+            continue
+        mask = mask if {"q", "kv"} <= varies else ""
+        lines.append(f"    tl.atomic_add({address}, x{n}{mask}, sem='relaxed')")
+    return lines
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

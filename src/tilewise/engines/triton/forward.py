@@ -1,0 +1,127 @@
+"""The forward kernel: one program per (batch, head, query tile), online softmax over the key tiles of its map.
+
+Names: p_ pointer, s_ stride, i_ index of a tile or head, o_ offsets of elements, b_ block in registers, n_ count.
+Scores are kept in base 2: with c = log2(e), exp(s - m) = 2^(c s - c m).
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.engines.triton.steps import LOG2E, drop, final_scores, heard, load_rows, run_of
+
+
+@triton.jit
+def forward(
+    p_q, p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed,
+    s_q, s_k, s_v, s_out,  # strides (batch, head, sequence, dim)
+    tiles, s_tiles,  # (order, partial offsets, start, count, full offsets, start, count), (batch, head) strides in rows
+    n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold,
+    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,  # captures, ints, floats, sizes and strides
+    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    i_bh, i_tile = pid // n_tiles, pid % n_tiles
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    row = i_b * s_tiles[0] + i_h * s_tiles[1]
+    if MAPPED:
+        i_tile = tl.load(tiles[0] + row + i_tile)
+        row += i_tile
+    o_q = i_tile * M + tl.arange(0, M)
+    first = i_tile * M
+    b_q = load_rows(p_q + i_b * s_q[0] + i_h * s_q[1] + first * s_q[2], s_q, n_q - i_tile * M, M, D, D_TRUE)
+    if UPCAST:
+        b_q = b_q.to(tl.float32)
+    p_k += i_b * s_k[0] + (i_h // ratio) * s_k[1]
+    p_v += i_b * s_v[0] + (i_h // ratio) * s_v[1]
+    i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
+
+    b_m = tl.full([M], float("-inf"), tl.float32)
+    b_l = tl.zeros([M], tl.float32)
+    b_acc = tl.zeros([M, DV], tl.float32)
+    if MAPPED:
+        for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
+            start, stop = run_of(tiles[5], tiles[6], run)
+            for i_kv in range(start, stop):
+                b_m, b_l, b_acc = attend(
+                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
+                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    MASK, SCORE, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+        for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
+            start, stop = run_of(tiles[2], tiles[3], run)
+            for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
+                b_m, b_l, b_acc = attend(
+                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
+                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    MASK, SCORE, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+    else:
+        for i_kv in range(0, n_kv // N):
+            b_m, b_l, b_acc = attend(
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
+                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                None, SCORE, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+        for i_kv in range(n_kv // N, (n_kv + N - 1) // N):
+            b_m, b_l, b_acc = attend(
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
+                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                None, SCORE, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+
+    i_row = i_bh.to(tl.int64) * n_q + o_q
+    inside = o_q < n_q
+    tl.store(p_highest + i_row, b_m * 0.6931471805599453, mask=inside)
+    if SINKS:  # one more key, of value 0
+        sink = tl.load(p_sinks + i_h).to(tl.float32) * LOG2E
+        b_top = tl.maximum(b_m, sink)
+        b_decay = tl.exp2(b_m - b_top)
+        b_l = b_l * b_decay + tl.exp2(sink - b_top)
+        b_acc = b_acc * b_decay[:, None]
+        b_m = b_top
+    nothing = b_l == 0.0
+    b_out = b_acc * (keep_scale / tl.where(nothing, 1.0, b_l))[:, None]
+    b_lse = tl.where(nothing, float("-inf"), (b_m + tl.log2(tl.where(nothing, 1.0, b_l))) * 0.6931471805599453)
+    tl.store(p_lse + i_row, b_lse, mask=inside)
+    o_d = tl.arange(0, DV)
+    p_row = p_out + i_b * s_out[0] + i_h * s_out[1] + first * s_out[2]
+    p_row += tl.arange(0, M)[:, None] * s_out[2] + o_d[None, :] * s_out[3]
+    tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=inside[:, None] & (o_d[None, :] < DV_TRUE))
+
+
+@triton.jit
+def attend(
+    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
+    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One key tile: scores, running maximum and sum, and the weighted values."""
+    n_left = n_kv - i_kv * N
+    first = i_kv * N
+    b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE, MASKED)
+    if UPCAST:
+        b_k = b_k.to(tl.float32)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
+    o_kv = i_kv * N + tl.arange(0, N)
+    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, MASK, SCORE, MASKED)
+    b_top = tl.maximum(b_m, tl.max(b_s, 1))
+    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a row with nothing yet: measure from 0, weights are 0
+    b_p = tl.exp2(b_s - b_base[:, None])
+    b_decay = tl.exp2(b_m - b_base)
+    b_l = b_l * b_decay + tl.sum(b_p, 1)
+    if DROPOUT:
+        b_p = drop(b_p, p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
+    b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED)
+    if UPCAST:
+        b_v = b_v.to(tl.float32)
+    b_acc = b_acc * b_decay[:, None]
+    b_p = b_p.to(b_v.dtype)
+    if MASKED and MASK is not None:
+        anyone = heard(b_s)
+        if tl.min(anyone, 0) == 0:
+            b_acc = tl.dot(b_p, tl.where(anyone[:, None] > 0, b_v, 0.0), b_acc, input_precision=PRECISION)
+        else:
+            b_acc = tl.dot(b_p, b_v, b_acc, input_precision=PRECISION)
+    else:
+        b_acc = tl.dot(b_p, b_v, b_acc, input_precision=PRECISION)
+    return b_top, b_l, b_acc

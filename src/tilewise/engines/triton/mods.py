@@ -1,0 +1,72 @@
+"""Generated mask and score functions of a problem, made once per structure."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise.engines.triton.emit import Extents, Layout, Writer, mask_source, scatter_source, score_source, slope_source
+from tilewise.engines.triton.modules import Generated, generated
+from tilewise.lang import Call, Program, derive
+from tilewise.problem import Problem
+
+MOST_FUNCTIONS = 4096
+_functions: dict[Any, Generated] = {}
+
+
+def mask_of(p: Problem) -> Generated | None:
+    return None if p.mask is None else _function("mask", p.mask, p, lambda call: generated("mask", mask_source(_writer(call.program, call, p))))
+
+
+def score_of(p: Problem) -> Generated | None:
+    return None if p.score is None else _function("score", p.score, p, lambda call: generated("score_mod", score_source(_writer(call.program, call, p))))
+
+
+def slope_of(p: Problem) -> Generated | None:
+    """The score's derivative with respect to the incoming score."""
+
+    def make(call: Call) -> Generated:
+        return generated("slope", slope_source(_writer(derive(call.program, frozenset()).program, call, p)))
+
+    return None if p.score is None else _function("slope", p.score, p, make)
+
+
+def scatter_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
+    """Adds the gradients of the wanted captures."""
+
+    def make(call: Call) -> Generated:
+        derivative = derive(call.program, wanted)
+        return generated("scatter", scatter_source(_writer(derivative.program, call, p), derivative))
+
+    return None if p.score is None or not wanted else _function(f"scatter {sorted(wanted)}", p.score, p, make)
+
+
+def _function(kind: str, call: Call, p: Problem, make: Callable[[Call], Generated]) -> Generated:
+    """What is generated depends on the program, and on what its integers and the lengths let the bounds prove."""
+    places = tuple((t.shape, t.stride()) for t in call.captures)
+    key = (kind, call.program.text, call.ints, places, extents_of(p), p.dtype == torch.float32)
+    found = _functions.get(key)
+    if found is None:
+        if len(_functions) >= MOST_FUNCTIONS:
+            _functions.clear()
+        found = _functions[key] = make(call)
+    return found
+
+
+def extents_of(p: Problem) -> Extents:
+    return Extents(p.batch, p.heads, p.q_len, p.kv_len)
+
+
+def _writer(program: Program, call: Call, p: Problem) -> Writer:
+    layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, t.numel() >= 2**31) for t in call.captures)
+    return Writer(program, call, extents_of(p), layouts, precise=p.dtype == torch.float32)
+
+
+def mod_arguments(p: Problem) -> dict[str, Any]:
+    """Captures, ints, floats, and sizes and strides, of the mask and of the score."""
+    found: dict[str, Any] = {}
+    for name, call in (("mask", p.mask), ("score", p.score)):
+        captures, ints, floats = (call.captures, call.ints, call.floats) if call is not None else ((), (), ())
+        places = tuple([x for t in captures for x in (*t.shape, *t.stride())])
+        found |= {f"{name}_p": captures, f"{name}_i": ints, f"{name}_f": floats, f"{name}_s": places}
+    return found

@@ -1,0 +1,122 @@
+"""Steps that the kernels share."""
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_rows(p_first, s, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr, BOUNDED: tl.constexpr = True):
+    """[ROWS, COLUMNS] of a matrix, 0 outside; s are strides (batch, head, sequence, dim). BOUNDED: rows may end before ROWS."""
+    o_row = tl.arange(0, ROWS)
+    o_column = tl.arange(0, COLUMNS)
+    p = p_first + (o_row[:, None] * tl.cast(s[2], tl.int32) + o_column[None, :] * s[3])  # within a tile 32 bits are enough
+    if COLUMNS == COLUMNS_TRUE:
+        if BOUNDED:
+            return tl.load(p, mask=o_row[:, None] < n_left, other=0.0)
+        else:
+            return tl.load(p)
+    else:
+        if BOUNDED:
+            return tl.load(p, mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE), other=0.0)
+        else:
+            return tl.load(p, mask=o_column[None, :] < COLUMNS_TRUE, other=0.0)
+
+
+@triton.jit
+def run_of(p_start, p_count, run):
+    start = tl.load(p_start + run)
+    return start, start + tl.load(p_count + run)
+
+
+@triton.jit
+def final_scores(
+    b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """From q.k to the final score in base 2: scale, score function, then -inf where the mask or the end forbids."""
+    i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
+    if SCORE is None:
+        b_s = b_s * (scale * LOG2E)
+    else:
+        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score_p, score_i, score_f, score_s) * LOG2E
+    if MASKED:
+        allowed = (o_kv < n_kv)[None, :]
+        if MASK is not None:
+            allowed = allowed & MASK(i_b, i_h, i_q, i_kv, mask_p, mask_i, mask_f, mask_s)
+        b_s = tl.where(allowed, b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
+def heard(b_s):
+    """For each column of a tile of scores, 1 if any row attends with it, else 0.
+
+    What belongs to a column that nobody attends with must be left out of products: 0 * NaN is NaN. Tiles without such columns, which
+    are most, take the plain product.
+    """
+    return tl.where(tl.max(b_s, 0) > float("-inf"), 1, 0)
+
+
+@triton.jit
+def kept(p_seed, threshold, i_b, i_h, o_q, o_kv):
+    """Whether dropout keeps each element; the grouping of tilewise.engines.dropout."""
+    seed = tl.load(p_seed)
+    row = o_q // 16 * 8 + o_q % 8
+    column = o_kv // 16 * 4 + o_kv % 8 // 2
+    c_column, c_row = tl.broadcast(column, row)
+    zero = c_column * 0
+    w0, w1, w2, w3 = tl.philox(seed, c_column.to(tl.uint32), c_row.to(tl.uint32), (zero + i_h).to(tl.uint32), (zero + i_b).to(tl.uint32))
+    low = tl.where(o_kv // 8 % 2 == 0, w0, w1)
+    high = tl.where(o_kv // 8 % 2 == 0, w2, w3)
+    word = tl.where(o_q // 8 % 2 == 0, low, high)
+    half = tl.where(o_kv % 2 == 0, word & 0xFFFF, word >> 16)
+    return half.to(tl.int32) >= threshold
+
+
+@triton.jit
+def drop(b_p, p_seed, threshold, i_b, i_h, o_q, o_kv):
+    return tl.where(kept(p_seed, threshold, i_b, i_h, o_q, o_kv), b_p, 0.0)
+
+
+# -- functions that generated masks and scores call ------------------------------------------------------------------
+
+if INTERPRETED:
+
+    @triton.jit
+    def tanh(x):
+        return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+    @triton.jit
+    def round_even(x):
+        near = tl.floor(x + 0.5)
+        return tl.where((near - x == 0.5) & (near % 2 != 0), near - 1, near)
+
+    @triton.jit
+    def power(x, y):
+        return tl.exp2(y * tl.log2(x))
+
+    fast_tanh = tanh
+else:
+
+    @triton.jit
+    def tanh(x):
+        return libdevice.tanh(x)
+
+    @triton.jit
+    def round_even(x):
+        return libdevice.rint(x)
+
+    @triton.jit
+    def power(x, y):
+        return libdevice.pow(x, y)
+
+    @triton.jit
+    def fast_tanh(x):
+        """The hardware's own, good to 11 bits: enough where the scores come from 16-bit inputs."""
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

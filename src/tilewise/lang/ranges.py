@@ -1,0 +1,51 @@
+"""What can be said of a program's values over a whole problem, without looking into captured tensors or floats."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from tilewise.lang.bounds import Bounds, CaptureRanges
+from tilewise.lang.intervals import Interval
+from tilewise.lang.program import Call, Program
+from tilewise.lang.types import INTEGER_RANGE, NAME_OF
+
+
+class Range(NamedTuple):
+    """Every value lies between these; infinite where nothing is known."""
+
+    lowest: float
+    highest: float
+
+    def within(self, low: int, high: int) -> bool:
+        return self.lowest >= low and self.highest <= high
+
+
+class _Opaque(CaptureRanges):
+    """A capture of which only the dtype is known."""
+
+    def query(self, index: list[Interval]) -> Interval:
+        name = NAME_OF[self.tensor.dtype]
+        low, high = (0, 1) if name == "bool" else INTEGER_RANGE.get(name, (math.nan, math.nan))
+        like = sum((i.lo * 0 for i in index), torch.zeros((), dtype=torch.float64))
+        return Interval(like + low, like + high)
+
+
+class _StaticBounds(Bounds):
+    def __init__(self, call: Call) -> None:
+        super().__init__(replace(call, captures=(), floats=(math.nan,) * len(call.floats)), torch.device("cpu"))
+        self._ranges = [_Opaque(torch.zeros((), dtype=t.dtype)) for t in call.captures]
+
+
+def ranges(program: Program, call: Call, extents: dict[str, int]) -> list[Range]:
+    """The range of every instruction of `program`, which runs with `call`'s arguments, for indices from 0 up to the extents."""
+    unknown = torch.tensor(math.nan, dtype=torch.float64)
+    box = {name: Interval(torch.zeros((), dtype=torch.float64), torch.tensor(float(max(n - 1, 0)), dtype=torch.float64)) for name, n in extents.items()}
+    found = _StaticBounds(replace(call, program=program)).every(box | {"score": Interval(unknown, unknown)})
+    return [_range(interval) for interval in found]
+
+
+def _range(interval: Interval) -> Range:
+    lowest, highest = float(interval.lo), float(interval.hi)
+    return Range(-math.inf if math.isnan(lowest) else lowest, math.inf if math.isnan(highest) else highest)

@@ -1,0 +1,170 @@
+"""What attention means: every engine, over the same cases, held to the error rule."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tests.cases import CASES, LAYOUTS, STRIDES, Case, make, shape_in
+from tests.error_rule import check
+from tilewise import masks, scores
+
+ENGINES = ("reference", "blocked")
+TYPED = [pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}") for case in CASES for dtype in case.dtypes]
+
+engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+@engines
+@pytest.mark.parametrize(("case", "dtype"), TYPED)
+def test_engine(case: Case, dtype: torch.dtype, engine: str) -> None:
+    check(case, engine, "cpu", dtype)
+
+
+@pytest.mark.parametrize(("case", "dtype"), [p for p in TYPED if p.values[0].native])
+def test_native(case: Case, dtype: torch.dtype) -> None:
+    check(case, "native", "cpu", dtype)
+
+
+@pytest.mark.parametrize("spoil", [lambda t: t * 1.001, lambda t: t.index_fill(2, torch.tensor([3]), 0.0), lambda t: t.index_fill(2, torch.tensor([3]), torch.nan)])
+def test_the_rule_notices(spoil: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = tw.attention
+    monkeypatch.setattr(tw, "attention", lambda *args, **options: spoil(original(*args, **options)))
+    with pytest.raises(AssertionError, match="out: (largest error|NaN differs)"):
+        check(next(c for c in CASES if c.name == "causal"), "blocked")
+
+
+def test_case_names_are_unique() -> None:
+    assert len({c.name for c in CASES}) == len(CASES)
+
+
+# -- what an output looks like ---------------------------------------------------------------------------------------
+
+
+@engines
+@pytest.mark.parametrize("case", LAYOUTS[:5], ids=str)
+@pytest.mark.parametrize("strides", ["contiguous", "last stride not 1", "reversed", "sliced"])
+def test_output_strides_follow_the_query(case: Case, strides: str, engine: str) -> None:
+    shape = shape_in(case.layout, case.batch, case.heads, case.q_len, case.head_dim)
+    view = STRIDES[strides]
+    query, key, value = (view.view(torch.randn(view.stored(shape)), shape) for _ in range(3))
+    out = tw.attention(query, key, value, backend=engine, **make(case, torch.float32, torch.float32).arguments())
+    assert out.shape == query.shape
+    order = sorted(range(query.dim()), key=lambda d: -query.stride(d))
+    assert out.permute(order).is_contiguous(), f"query strides {query.stride()}, output strides {out.stride()}"
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_output_and_lse_dtypes(dtype: torch.dtype, engine: str) -> None:
+    q = torch.randn(2, 3, 5, 8, dtype=dtype)
+    out, lse = tw.attention(q, q, q, return_lse=True, backend=engine)
+    assert out.dtype == dtype and lse.shape == (2, 3, 5)
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@engines
+def test_lse_is_the_logarithm_of_the_sum_of_exponentials(engine: str) -> None:
+    q, k = torch.randn(2, 1, 2, 9, 8, dtype=torch.float64)
+    _, lse = tw.attention(q, k, k, score=scores.softcap(1.5), scale=0.7, return_lse=True, backend=engine)
+    torch.testing.assert_close(lse, torch.logsumexp(1.5 * torch.tanh(0.7 * q @ k.mT / 1.5), -1))
+
+
+@engines
+def test_inputs_are_not_changed(engine: str) -> None:
+    tensors = [torch.randn(1, 2, 150, 8, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(2, 150, requires_grad=True)
+    before = [t.detach().clone() for t in (*tensors, bias)]
+    tw.attention(*tensors, mask=masks.causal, score=lambda s, b, h, q, kv: s + bias[h, q], backend=engine).sum().backward()
+    assert all(torch.equal(t, b) for t, b in zip((*tensors, bias), before, strict=True))
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped(p: float, seed: int, engine: str, length: int = 70) -> Tensor:
+    """The weights themselves: with the identity as values, out is the dropped-out weight matrix."""
+    q = torch.zeros(2, 3, length, 4, dtype=torch.float64)
+    eye = torch.eye(length, dtype=torch.float64).expand(2, 3, -1, -1)
+    return tw.attention(q, q, eye, dropout_p=p, seed=seed, backend=engine) * length
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_drops_the_same_elements_on_every_engine(p: float) -> None:
+    one, other = dropped(p, 3, "blocked"), dropped(p, 3, "reference")
+    assert torch.equal(one == 0, other == 0)
+    torch.testing.assert_close(one, other, rtol=1e-14, atol=0)
+
+
+@engines
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.75])
+def test_dropout_rate_and_mean(p: float, engine: str) -> None:
+    weights = dropped(p, 11, engine)
+    rate = (weights == 0).double().mean().item()
+    bound = 5 * (p * (1 - p) / weights.numel()) ** 0.5 + 0.5 / 65536
+    assert abs(rate - p) < bound
+    torch.testing.assert_close(weights[weights > 0], torch.full_like(weights[weights > 0], 65536 / (65536 - round(p * 65536))))
+
+
+@engines
+def test_dropout_with_another_seed_differs(engine: str) -> None:
+    patterns = [dropped(0.5, seed, engine) == 0 for seed in (0, 1, 2**32, 2**62)]
+    for k, one in enumerate(patterns):
+        for other in patterns[:k]:
+            agree = (one == other).double().mean().item()
+            assert 0.45 < agree < 0.55
+
+
+@engines
+def test_dropout_gradients_use_the_same_pattern(engine: str) -> None:
+    value = torch.randn(1, 1, 40, 4, dtype=torch.float64, requires_grad=True)
+    q = torch.zeros(1, 1, 40, 4, dtype=torch.float64)
+    tw.attention(q, q, value, dropout_p=0.5, seed=5, backend=engine).sum().backward()
+    eye = torch.eye(40, dtype=torch.float64)[None, None]
+    columns = tw.attention(q, q, eye, dropout_p=0.5, seed=5, backend=engine).sum(2).transpose(-1, -2).reshape(1, 1, 40, 1)
+    torch.testing.assert_close(value.grad, columns.expand_as(value))
+
+
+@engines
+def test_dropout_of_nothing_and_of_everything(engine: str) -> None:
+    q = torch.randn(1, 2, 37, 8, requires_grad=True)
+    plain = tw.attention(q, q, q, backend=engine)
+    assert torch.equal(tw.attention(q, q, q, dropout_p=0.0, seed=4, backend=engine), plain)
+    out, lse = tw.attention(q, q, q, dropout_p=1.0, seed=4, return_lse=True, backend=engine)
+    assert torch.equal(out, torch.zeros_like(out)) and lse.isfinite().all()
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_unseeded_dropout_follows_torchs_generator() -> None:
+    q = torch.randn(1, 2, 37, 8)
+    torch.manual_seed(1)
+    first, second = (tw.attention(q, q, q, dropout_p=0.5, backend="blocked") for _ in range(2))
+    torch.manual_seed(1)
+    again = tw.attention(q, q, q, dropout_p=0.5, backend="blocked")
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+# -- sinks -----------------------------------------------------------------------------------------------------------
+
+
+@engines
+def test_a_sink_is_a_key_whose_value_is_zero(engine: str) -> None:
+    q, k, v = torch.randn(3, 2, 2, 9, 8, dtype=torch.float64)
+    logits = torch.randn(2, dtype=torch.float64)
+    out, lse = tw.attention(q, k, v, score=scores.sinks(logits), return_lse=True, backend=engine)
+    s = torch.cat([q @ k.mT / 8**0.5, logits.view(1, 2, 1, 1).expand(2, -1, 9, 1)], -1)
+    torch.testing.assert_close(out, s.softmax(-1)[..., :-1] @ v)
+    torch.testing.assert_close(lse, s.logsumexp(-1))
+
+
+@engines
+def test_a_sink_of_minus_infinity_is_no_sink(engine: str) -> None:
+    q = torch.randn(1, 2, 9, 8)
+    logits = torch.full((2,), -torch.inf, requires_grad=True)
+    out = tw.attention(q, q, q, mask=lambda b, h, i, j: i < 3, score=scores.sinks(logits), backend=engine)
+    torch.testing.assert_close(out, tw.attention(q, q, q, mask=lambda b, h, i, j: i < 3, backend=engine))
+    (grad,) = torch.autograd.grad(out.sum(), logits)
+    assert torch.equal(grad, torch.zeros(2))

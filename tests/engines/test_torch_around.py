@@ -1,0 +1,370 @@
+"""What torch puts around a call: compile, autocast, checkpoint, threads, dispatch modes, inference, function transforms."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilewise as tw
+from tilewise import masks, scores
+from tilewise.engines import ENGINES, arguments
+from tilewise.engines.blocked import BlockedEngine
+from tilewise.engines.reference import ReferenceEngine
+from tilewise.problem import Options, make_problem
+
+LENGTH = 40
+DOCUMENTS = torch.arange(LENGTH) // 10
+TABLE = torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
+MAP = tw.tile_map(masks.causal & masks.sliding_window(9), q_len=LENGTH, kv_len=LENGTH, tile=(16, 8))
+
+
+def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape or (1, 2, LENGTH, 8), generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(count)]
+
+
+def gradients(out: Any, sources: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of every output, weighted unevenly."""
+    outs = out if isinstance(out, tuple) else (out,)
+    loss = sum((o * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).square().sum() for o in outs)
+    return torch.autograd.grad(loss, sources, allow_unused=True)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def forget_compilations() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def with_new_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A mask over a tensor made inside the compiled function."""
+    later = DOCUMENTS + 1
+    return tw.attention(q, k, v, mask=lambda b, h, i, j: later[i] == later[j], backend="blocked")
+
+
+COMPILED: dict[str, Callable[..., Any]] = {
+    "plain": lambda q, k, v: tw.attention(q, k, v),
+    "blocked": lambda q, k, v: tw.attention(q, k, v, backend="blocked"),
+    "function with captures": lambda q, k, v: tw.attention(q, k, v, mask=lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j)),
+    "capture made inside": with_new_tensor,
+    "masks": lambda q, k, v: tw.attention(q, k, v, mask=masks.causal & masks.sliding_window(7)),
+    "documents": lambda q, k, v: tw.attention(q, k, v, mask=masks.document(DOCUMENTS)),
+    "is_causal": lambda q, k, v: tw.attention(q, k, v, is_causal=True, mask=masks.sliding_window(5)),
+    "learned score": lambda q, k, v: tw.attention(q, k, v, score=[scores.softcap(3.0), lambda s, b, h, i, j: s + TABLE[h, i] * TABLE[h, j]]),
+    "sinks": lambda q, k, v: tw.attention(q, k, v, score=scores.sinks(TABLE[:, 0])),
+    "dropout": lambda q, k, v: tw.attention(q, k, v, dropout_p=0.3, seed=5),
+    "dropout, unseeded": lambda q, k, v: tw.attention(q, k, v, dropout_p=0.3),
+    "map": lambda q, k, v: tw.attention(q, k, v, mask=MAP),
+    "lse": lambda q, k, v: tw.attention(q, k, v, mask=masks.causal, return_lse=True),
+    "dense mask": lambda q, k, v: tw.attention(q, k, v, mask=DOCUMENTS[:, None] == DOCUMENTS),
+    "additive mask": lambda q, k, v: tw.attention(q, k, v, mask=torch.where(DOCUMENTS < 3, 0.0, -torch.inf)[None]),
+    "flat": lambda q, k, v: tw.attention(*(t.transpose(1, 2).flatten(2) for t in (q, k, v)), heads=2, is_causal=True),
+    "packed": lambda q, k, v: tw.varlen_attention(*(t[0].transpose(0, 1) for t in (q, k, v)), torch.tensor([0, 10, 25, 40]), is_causal=True),
+    "sdpa": lambda q, k, v: tw.functional.scaled_dot_product_attention(q, k, v, DOCUMENTS[:, None] == DOCUMENTS),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_is_eager(name: str) -> None:
+    function, inputs = COMPILED[name], tensors()
+    torch.manual_seed(0)
+    eager = function(*inputs)
+    torch.manual_seed(0)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs)
+    assert_equal(compiled, eager)
+    found, expected = (gradients(out, [*inputs, TABLE]) for out in (compiled, eager))
+    assert (expected[3] is not None) == (name in ("learned score", "sinks"))
+    assert_equal(found, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler: g++ was not found")
+def test_compiled_by_inductor() -> None:
+    inputs = tensors()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(COMPILED["learned score"](q * 0.5, k, v)) + q
+
+    eager, compiled = layer(*inputs), torch.compile(layer, fullgraph=True)(*inputs)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(gradients(compiled, [*inputs, TABLE]), gradients(eager, [*inputs, TABLE]))
+
+
+def test_new_lengths_compile_once_more() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    table = torch.randn(2, 99)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tw.attention(q, k, v, mask=masks.sliding_window(8), score=lambda s, b, h, i, j: s + table[h, i])
+
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for length in (40, 50, 33, 90, 17):
+        inputs = tensors(1, 2, length, 8)
+        out, expected = compiled(*inputs), function(*inputs)
+        assert_equal(out, expected)
+        assert_equal(gradients(out, inputs), gradients(expected, inputs))
+    assert counter.frame_count <= 2  # once for the first length, once for all lengths
+
+
+def test_new_windows_compile_once_more() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    inputs = tensors()
+
+    def function(reach: int) -> Tensor:
+        return tw.attention(*inputs, mask=masks.sliding_window(reach))
+
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for reach in (3, 4, 9, 12):
+        assert_equal(compiled(reach), function(reach))
+    assert counter.frame_count <= 2
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engines that really ran, in order."""
+    names: list[str] = []
+    for engine in (BlockedEngine, ReferenceEngine):
+        forward = engine.forward
+
+        def counted(self: Any, problem: Any, forward: Any = forward) -> Any:
+            names.append(self.name)
+            return forward(self, problem)
+
+        monkeypatch.setattr(engine, "forward", counted)
+    return names
+
+
+def test_the_scope_reaches_a_compiled_function(ran: list[str]) -> None:
+    inputs = tensors()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tw.attention(q, k, v, mask=masks.sliding_window(5))
+
+    function(*inputs)
+    with tw.attention_backend("math"):
+        function(*inputs)
+    function(*inputs)
+    with tw.attention_backend("flex"):
+        function(*inputs)
+    assert ran[0] == ran[2] and ran[1] == "reference" and ran[3] != "reference" and len(ran) == 4
+
+
+# -- autocast --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference", "native"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_a_cast_of_the_inputs(dtype: torch.dtype, engine: str) -> None:
+    """And of nothing else: inside an engine every product keeps the precision the engine wrote down."""
+    inputs = tensors()
+    cast = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    with torch.autocast("cpu", dtype=dtype):
+        out = tw.attention(*inputs, is_causal=True, backend=engine)
+    expected = tw.attention(*cast, is_causal=True, backend=engine)
+    assert_equal(out, expected)
+    assert_equal([g.to(dtype) for g in gradients(out, inputs)], list(gradients(expected, cast)))
+
+
+def test_autocast_keeps_the_score_precise() -> None:
+    inputs = tensors()
+    score = [scores.softcap(3.0), lambda s, b, h, i, j: s + TABLE[h, i] * TABLE[h, j]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = tw.attention(*inputs, score=score, return_lse=True, backend="blocked")
+    expected, expected_lse = tw.attention(*(t.bfloat16() for t in inputs), score=score, return_lse=True, backend="blocked")
+    assert_equal((out, lse), (expected, expected_lse))
+    assert lse.dtype == torch.float32
+
+
+def test_autocast_joins_mixed_dtypes() -> None:
+    q, k, v = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = tw.attention(q, k.bfloat16(), v.half(), backend="blocked")
+    assert out.dtype == torch.bfloat16
+    for gradient, source in zip(gradients(out, [q, k, v]), (q, k, v), strict=True):
+        assert gradient.dtype == source.dtype and gradient.abs().sum() > 0
+
+
+def test_autocast_leaves_float64() -> None:
+    q, k, v = tensors(dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(tw.attention(q, k, v, backend="blocked"), tw.attention(q, k, v, backend="blocked"))
+
+
+# -- checkpoint, threads, modes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_repeats_unseeded_dropout(reentrant: bool) -> None:
+    inputs = tensors()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tw.attention(q, k, v, mask=masks.causal, dropout_p=0.4, backend="blocked")
+
+    torch.manual_seed(3)
+    expected = gradients(layer(*inputs), inputs)
+    torch.manual_seed(3)
+    assert_equal(gradients_by_backward(checkpoint(layer, *inputs, use_reentrant=reentrant), inputs), expected)
+
+
+def gradients_by_backward(out: Tensor, sources: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """As gradients(), through .backward(): reentrant checkpoints know no other way."""
+    for source in sources:
+        source.grad = None
+    (out * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).square().sum().backward()
+    return tuple(source.grad for source in sources)
+
+
+def test_checkpoint_of_learned_scores() -> None:
+    inputs = tensors()
+    expected = gradients(COMPILED["learned score"](*inputs), [*inputs, TABLE])
+    assert_equal(gradients(checkpoint(COMPILED["learned score"], *inputs, use_reentrant=False), [*inputs, TABLE]), expected)
+
+
+def test_eight_threads_at_once() -> None:
+    """New masks, scores and lengths on every thread: the caches behind them are shared."""
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> Any:
+        length = 130 + number % 3
+        q, k, v = tensors(1, 2, length, 8, seed=number)
+        ids = torch.arange(length) // (20 + number % 4)
+        score = [scores.softcap(2.0 + number % 2)]
+        return [(out := tw.attention(q, k, v, mask=masks.document(ids), score=score, backend="blocked")).detach(), *gradients(out, [q, k, v])]
+
+    def run(number: int) -> None:
+        found[number] = [work(number) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        expected = work(number)
+        for got in found[number]:
+            assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference"])
+def test_under_a_dispatch_mode(engine: str) -> None:
+    """A TorchDispatchMode sees one operator each way, which then runs below autograd."""
+    inputs = tensors()
+    expected = gradients(tw.attention(*inputs, mask=masks.causal, backend=engine), inputs)
+    with FlopCounterMode(display=False):
+        assert_equal(gradients(tw.attention(*inputs, mask=masks.causal, backend=engine), inputs), expected)
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference", "native"])
+def test_inference_mode(engine: str) -> None:
+    expected = tw.attention(*tensors(), is_causal=True, backend=engine).detach()
+    with torch.inference_mode():
+        q, k, v = tensors()
+        assert_equal(tw.attention(q, k, v, is_causal=True, backend=engine), expected)
+
+
+def test_maps_of_inference_tensors_follow_their_contents() -> None:
+    """Changes to an inference tensor leave no trace, so no map of one may be remembered."""
+    with torch.inference_mode():
+        q, k, v = tensors(1, 1, 300, 8)
+        ids = torch.zeros(300, dtype=torch.int64)
+        mask = masks.document(ids)
+        tw.attention(q, k, v, mask=mask, backend="blocked")
+        ids[150:] = 1
+        assert_equal(tw.attention(q, k, v, mask=mask, backend="blocked"), tw.attention(q, k, v, mask=masks.document(ids.clone()), backend="blocked"))
+
+
+def test_maps_follow_tensors_changed_in_place() -> None:
+    q, k, v = (t.detach() for t in tensors(1, 1, 300, 8))
+    ids = torch.zeros(300, dtype=torch.int64)
+    mask = masks.document(ids)
+    before = tw.attention(q, k, v, mask=mask, backend="blocked")
+    ids[150:] = 1
+    after = tw.attention(q, k, v, mask=mask, backend="blocked")
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, tw.attention(q, k, v, mask=mask, backend="reference"))
+
+
+def test_fake_tensors_have_the_right_shapes_and_strides() -> None:
+    q, k, v = (t.detach().transpose(1, 2) for t in tensors(2, 9, 3, 8))
+    real = tw.attention(q, k, v[..., :5], mask=masks.causal, return_lse=True, backend="blocked")
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = tw.attention(*(mode.from_tensor(t) for t in (q, k, v[..., :5])), mask=masks.causal, return_lse=True, backend="blocked")
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+PROBLEMS: dict[str, Callable[[list[Tensor]], tuple[Any, Any, Options]]] = {
+    "plain": lambda leaves: (None, None, Options()),
+    "mask": lambda leaves: (masks.document(torch.arange(9) // 3) & masks.sliding_window(2), None, Options(deterministic=True)),
+    "learned score": lambda leaves: (masks.causal, [lambda s, b, h, i, j: s * 0.5 + leaves[0][h, i]], Options(scale=0.3)),
+    "sinks": lambda leaves: (None, scores.sinks(leaves[1]), Options()),
+    "map": lambda leaves: (tw.tile_map(masks.causal, q_len=9, kv_len=9, tile=(4, 4)), None, Options()),
+    "dropout": lambda leaves: (None, None, Options(dropout_p=0.5, seed=3)),
+}
+
+
+@pytest.mark.parametrize("engine", [e.name for e in ENGINES if e.name in ("blocked", "reference")])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_opcheck(name: str, engine: str) -> None:
+    q, k, v = tensors(2, 2, 9, 4)
+    q = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    leaves = [torch.randn(2, 9, requires_grad=True), torch.randn(2, requires_grad=True)]
+    problem, _ = make_problem(q, k, v, *PROBLEMS[name](leaves))
+    given = arguments(engine, problem)
+    torch.library.opcheck(torch.ops.tilewise.attention.default, given)
+
+    detached = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, given)
+    out, lse, highest = torch.ops.tilewise.attention(*detached)
+    wanted = [k for k in range(len(detached[11]))]
+    for grad_lse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (*detached, out, lse, highest, torch.randn_like(out), grad_lse, wanted))
+
+
+# -- function transforms: none works, none is silently wrong ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference"])
+def test_a_second_derivative_is_an_error(engine: str) -> None:
+    q, k, v = tensors()
+    out = tw.attention(q, k, v, backend=engine)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert gradient.requires_grad  # else a penalty on it would silently count for nothing
+    assert_equal(gradient.detach(), torch.autograd.grad(tw.attention(q, k, v, backend=engine).sum(), q)[0])
+    with pytest.raises(tw.BackendError, match="cannot be differentiated twice"):
+        (out.sum() + gradient.square().sum()).backward()
+    (gradient,) = torch.autograd.grad(tw.attention(q, k, v, backend=engine).sum(), q, create_graph=True)
+    with pytest.raises(tw.BackendError, match="cannot be differentiated twice"):
+        torch.autograd.grad(gradient.sum(), k)
+
+
+def test_forward_mode_is_an_error() -> None:
+    q, k, v = (t.detach() for t in tensors())
+    with pytest.raises(tw.BackendError, match="forward-mode"):
+        torch.func.jvp(lambda q: tw.attention(q, k, v, backend="blocked"), (q,), (torch.ones_like(q),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(tw.BackendError, match="forward-mode"):
+        table = torch.autograd.forward_ad.make_dual(TABLE.detach(), torch.ones_like(TABLE))
+        tw.attention(q, k, v, score=lambda s, b, h, i, j: s + table[h, i], backend="blocked")
+
+
+def test_torch_func_is_an_error() -> None:
+    q, k, v = (t.detach() for t in tensors())
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: tw.attention(q, k, v, backend="blocked").sum())(q)
+    with pytest.raises(RuntimeError, match=r"Batching rule not implemented for tilewise::attention"):
+        torch.func.vmap(lambda q: tw.attention(q, k, v, backend="blocked"))(q[None])

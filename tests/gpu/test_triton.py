@@ -1,0 +1,164 @@
+"""What only a GPU can tell of the Triton engine."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import masks, scores
+from tilewise.engines.triton import launch
+
+
+def tensors(batch: int, heads: int, length: int, dim: int, kv_heads: int | None = None, kv_len: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
+    def make(h: int, n: int) -> torch.Tensor:
+        return torch.randn(batch, h, n, dim, device="cuda", dtype=dtype, requires_grad=True)
+
+    return make(heads, length), make(kv_heads or heads, kv_len or length), make(kv_heads or heads, kv_len or length)
+
+
+def both_passes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    out = tw.attention(query, key, value, backend="triton", **options)
+    return out, *torch.autograd.grad(out.float().square().sum(), (query, key, value))
+
+
+def test_new_lengths_windows_and_documents_compile_nothing() -> None:
+    def step(length: int, window: int, batch: int, heads: int) -> None:
+        ids = torch.arange(length, device="cuda") // window
+        both_passes(*tensors(batch, heads, length, 64), mask=lambda b, h, q, kv: (ids[q] == ids[kv]) & (q - kv <= window) & (q >= kv))
+
+    step(300, 64, 1, 2)
+    before = launch.built + launch.loaded
+    for length, window, batch, heads in ((301, 65, 1, 2), (512, 17, 3, 4), (1000, 128, 2, 1), (64, 16, 1, 8)):
+        step(length, window, batch, heads)
+    assert launch.built + launch.loaded == before
+
+
+def test_a_growing_cache_needs_no_host_work_and_can_be_captured() -> None:
+    torch.manual_seed(0)
+    query, key, value = (t.detach() for t in tensors(4, 8, 1, 64, 2, 1024))
+    lengths = torch.tensor([10, 200, 1, 1000], device="cuda")
+    mask = masks.padding(lengths)
+
+    def step() -> torch.Tensor:
+        return tw.attention(query, key, value, mask=mask, enable_gqa=True, backend="triton")
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        lengths += 5
+        graph.replay()
+        wanted = tw.attention(query.double(), key.double(), value.double(), mask=masks.padding(lengths.clone()), enable_gqa=True, backend="reference")
+        torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    """Row 6: the last rows of a tensor of more than 2^31 elements."""
+    length, heads, dim = 2**20, 20, 128
+    storage = torch.zeros(1, length, heads, dim, device="cuda", dtype=torch.bfloat16)
+    storage[:, -256:] = torch.randn(1, 256, heads, dim, device="cuda", dtype=torch.bfloat16)
+    assert storage.numel() > 2**31
+    tail = storage.transpose(1, 2)[:, -1:, -256:]
+    out = tw.attention(tail, tail, tail, mask=masks.causal, backend="triton")
+    whole = tw.attention(storage.transpose(1, 2)[:, -1:], storage.transpose(1, 2)[:, -1:], storage.transpose(1, 2)[:, -1:], mask=masks.document(
+        (torch.arange(length, device="cuda") >= length - 256).long()) & masks.causal & masks.sliding_window(300), backend="triton")  # fmt: skip
+    torch.testing.assert_close(whole[:, :, -256:], out, rtol=2e-2, atol=2e-2)
+
+
+def test_batch_times_heads_above_65535() -> None:
+    """Row 9."""
+    query = torch.randn(70000, 1, 16, 16, device="cuda", dtype=torch.float16)
+    out = tw.attention(query, query, query, mask=masks.causal, backend="triton")
+    wanted = torch.nn.functional.scaled_dot_product_attention(query[-8:], query[-8:], query[-8:], is_causal=True)
+    torch.testing.assert_close(out[-8:], wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_other_streams_with_a_busy_producer() -> None:
+    """Row 18: the kernel waits for what its stream still computes."""
+    stream = torch.cuda.Stream()
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            slow = torch.randn(4096, 4096, device="cuda")
+            for _ in range(10):
+                slow = slow @ slow / 64
+            query = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16)
+            query = query + slow.flatten()[0].nan_to_num(0, 0, 0).to(torch.bfloat16) * 0
+            out = tw.attention(query, query, query, mask=masks.causal, backend="triton")
+        stream.synchronize()
+        wanted = tw.attention(query, query, query, mask=masks.causal, backend="reference")
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_are_bitwise_the_same_over_30_runs() -> None:
+    """Row 20."""
+    inputs = tensors(2, 4, 777, 64, 2)
+    first = both_passes(*inputs, mask=masks.causal, enable_gqa=True, deterministic=True)
+    for _ in range(30):
+        for a, b in zip(first, both_passes(*inputs, mask=masks.causal, enable_gqa=True, deterministic=True), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_deterministic_with_learned_captures_goes_to_another_engine() -> None:
+    bias = torch.randn(4, device="cuda", requires_grad=True)
+    query, key, value = tensors(1, 4, 100, 64)
+    said = tw.explain(query, key, value, score=lambda s, b, h, q, kv: s + bias[h], deterministic=True)
+    assert said.engine == "blocked" and "atomically" in str(said)
+
+
+def test_two_threads_cold() -> None:
+    """Row 21."""
+    query, key, value = (t.detach() for t in tensors(1, 2, 333, 96))
+    found: list[torch.Tensor] = []
+
+    def work() -> None:
+        found.append(tw.attention(query, key, value, mask=lambda b, h, q, kv: (q >= kv) & (q - kv < 41), backend="triton"))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == 4 and all(torch.equal(found[0], f) for f in found)
+
+
+def test_true_float32_unless_tf32_is_allowed() -> None:
+    query, key, value = (t.detach() for t in tensors(1, 2, 256, 64, dtype=torch.float32))
+    exact = tw.attention(query.double(), key.double(), value.double(), backend="reference")
+
+    def error() -> float:
+        return float((tw.attention(query, key, value, backend="triton").double() - exact).abs().max())
+
+    assert error() < 1e-5
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert 1e-5 < error() < 1e-2
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("dim", [40, 64, 96, 128, 192, 256, 320, 512])
+def test_every_head_dim_fits(dim: int) -> None:
+    """An over-budget configuration steps down by itself."""
+    table = torch.randn(2, 601, device="cuda", requires_grad=True)
+    out = both_passes(*tensors(1, 2, 300, dim), mask=masks.causal, score=[scores.relative_bias(table), scores.softcap(20.0)])
+    assert all(t.isfinite().all() for t in out)
+
+
+def test_compiled_fullgraph_equals_eager() -> None:
+    ids = torch.arange(300, device="cuda") // 50
+    inputs = tensors(1, 2, 300, 64)
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return tw.attention(query, key, value, mask=lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), backend="triton")
+
+    eager, compiled = step(*inputs, ids), torch.compile(step, fullgraph=True)(*inputs, ids)
+    assert torch.equal(eager, compiled)
+    for a, b in zip(torch.autograd.grad(eager.sum(), inputs), torch.autograd.grad(compiled.sum(), inputs), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,38 @@
+"""The Triton kernels in Triton's interpreter: the same cases as every engine, small tiles, held to the same error rule."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.cases import CASES, Case
+from tests.error_rule import check
+from tilewise import masks, scores
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST = 40_000  # score elements: the interpreter takes about a second for so many
+
+
+def small(case: Case) -> bool:
+    return case.batch * case.heads * case.q_len * case.kv[2] <= LARGEST
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if small(c) and torch.float32 in c.dtypes], ids=str)
+def test_engine(case: Case) -> None:
+    check(case, "triton", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "softcap"])
+def test_low_precision(name: str, dtype: torch.dtype) -> None:
+    case = next(c for c in CASES if c.name.startswith(name) and small(c))
+    check(case, "triton", "cpu", dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": masks.padding(torch.tensor([33, 290]))}, {"score": scores.alibi(6)}, {"dropout_p": 0.4, "seed": 5}], ids=str)
+def test_decoding_agrees_with_the_reference(options: dict) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 6, 2, 16), torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 24)
+    found, lse = tw.attention(query, key, value, enable_gqa=True, return_lse=True, backend="triton", **options)
+    wanted, wanted_lse = tw.attention(query.double(), key.double(), value.double(), enable_gqa=True, return_lse=True, backend="reference", **options)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,262 @@
+"""What cannot be traced is refused with the place, the problem and what to write instead."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilewise.errors import TraceError
+from tilewise.lang import trace_mask, trace_score
+
+TABLE = torch.arange(12).view(3, 4)
+EMPTY = torch.zeros(0)
+COMPLEX = torch.zeros(5, dtype=torch.complex64)
+ROW = torch.zeros(5)
+
+
+@torch.library.custom_op("tilewise_tests::add", mutates_args=())
+def operator_with_a_known_name(x: torch.Tensor) -> torch.Tensor:
+    return x + 42
+
+
+def branches(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s if q > kv else s * 2
+
+
+def mutates_by_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    ROW[q] = 1.0
+    return s
+
+
+def mutates_by_fixed_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    ROW[0] = 1.0
+    return s
+
+
+def mutates_a_symbol_by_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    s[0] = 1.0
+    return s
+
+
+def loops(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + sum(q)
+
+
+def unpacks(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    first, *_ = q
+    return s + first
+
+
+# The function, and what its error must say besides the place. Every function fails on the line after its `def`, or on its lambda's.
+REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    # Python wants one concrete value.
+    "if": (branches, ["`if`", "torch.where(condition, a, b)"]),
+    "and": (lambda s, b, h, q, kv: torch.where(q > 1 and kv > 1, s, 0.0), ["`and`", "`&`, `|`, `~` (with parentheses)"]),
+    "or": (lambda s, b, h, q, kv: torch.where(q > 1 or kv > 1, s, 0.0), ["`or`", "`&`, `|`, `~` (with parentheses)"]),
+    "not": (lambda s, b, h, q, kv: torch.where(not q > 1, s, 0.0), ["`not`", "`&`, `|`, `~`"]),
+    "chained comparison": (lambda s, b, h, q, kv: torch.where(0 < q < 3, s, 0.0), ["chained", "(a <= x) & (x < b)"]),
+    "min": (lambda s, b, h, q, kv: s + min(q, kv), ["min()/max()", "torch.minimum/torch.maximum"]),
+    "max": (lambda s, b, h, q, kv: s + max(q, 3), ["min()/max()", "torch.minimum/torch.maximum"]),
+    "in a tuple": (lambda s, b, h, q, kv: s * (q in (1, 2, 3)), ["`in`", "torch.where"]),
+    "in a symbol": (lambda s, b, h, q, kv: s * (1 in q), ["`in`"]),
+    "in a tensor": (lambda s, b, h, q, kv: s * (q in ROW), ["`in`"]),
+    "int()": (lambda s, b, h, q, kv: s + int(q), ["int()", ".long()"]),
+    "float()": (lambda s, b, h, q, kv: s + float(q), ["float()", ".float()"]),
+    "round()": (lambda s, b, h, q, kv: round(s), ["round()", "torch.round"]),
+    "math.trunc": (lambda s, b, h, q, kv: math.trunc(s), ["math.trunc", "torch.trunc"]),
+    "divmod": (lambda s, b, h, q, kv: s + divmod(q, 3)[0], ["divmod()", "// and %"]),
+    "len()": (lambda s, b, h, q, kv: s + len(q), ["length"]),
+    "range()": (lambda s, b, h, q, kv: s + len(range(q)), ["range()", "tensor"]),
+    "list index": (lambda s, b, h, q, kv: s + [1, 2, 3][q], ["list", "tensor"]),
+    "math.sqrt": (lambda s, b, h, q, kv: s + math.sqrt(q), ["math.*", "torch.*"]),
+    "math.floor": (lambda s, b, h, q, kv: s + math.floor(s), ["math.*", "torch.*"]),
+    ".item()": (lambda s, b, h, q, kv: s + q.item(), ["item()", "concrete"]),
+    "iterating": (loops, ["iterated"]),
+    "unpacking": (unpacks, ["iterated or unpacked"]),
+    "indexing a symbol": (lambda s, b, h, q, kv: s[0], ["single values", "indexed"]),
+    # Not in the language.
+    "unknown function": (lambda s, b, h, q, kv: torch.lgamma(s), ["'lgamma'", "tanh"]),
+    "unknown method": (lambda s, b, h, q, kv: s.cumsum(0), ["'cumsum'", "tanh"]),
+    "functions of lists": (lambda s, b, h, q, kv: torch.stack([s, s]), ["'stack'"]),
+    "functional": (lambda s, b, h, q, kv: F.softmax(s, dim=-1), ["'softmax'"]),
+    "custom operator": (lambda s, b, h, q, kv: torch.ops.tilewise_tests.add(s), ["'torch.ops.tilewise_tests.add'"]),
+    "max over a dimension": (lambda s, b, h, q, kv: s.max(), ["max(input, other)"]),
+    "keyword": (lambda s, b, h, q, kv: torch.round(s, decimals=1), ["round", "decimals=1", "round(input)"]),
+    "method keyword": (lambda s, b, h, q, kv: s.round(decimals=1), ["round", "decimals=1"]),
+    "too few arguments": (lambda s, b, h, q, kv: s.minimum(), ["minimum", "minimum(input, other)"]),
+    "too many arguments": (lambda s, b, h, q, kv: s.minimum(q, kv), ["minimum", "minimum(input, other)"]),
+    "float alpha of integers": (lambda s, b, h, q, kv: torch.add(q, kv, alpha=0.5), ["alpha=0.5"]),
+    "rounding mode": (lambda s, b, h, q, kv: s.div(q, rounding_mode="up"), ["rounding_mode", "'up'", "'floor'"]),
+    "clamp of nothing": (lambda s, b, h, q, kv: s.clamp(), ["clamp", "min"]),
+    "matrix product": (lambda s, b, h, q, kv: s @ q, ["@", "*"]),
+    "a new tensor": (lambda s, b, h, q, kv: s + q.new_zeros(3), ["(3,)", "outside"]),
+    "conversion to complex": (lambda s, b, h, q, kv: s.to(torch.complex64), ["torch.complex64", "torch.float32"]),
+    # Wrong dtypes.
+    "difference of booleans": (lambda s, b, h, q, kv: s * ((q > 1) - (kv > 1)), ["(-)", "torch.bool", "~"]),
+    "bits of floats": (lambda s, b, h, q, kv: s & 1, ["(&)", "torch.float32", ".long()"]),
+    "inverted float": (lambda s, b, h, q, kv: ~s, ["(~)", "torch.float32"]),
+    "shifted float": (lambda s, b, h, q, kv: s << 1, ["(<<)", "torch.float32"]),
+    "integer condition": (lambda s, b, h, q, kv: torch.where(q, s, 0.0), ["torch.where", "condition must be boolean", "x != 0"]),
+    "silu of integers": (lambda s, b, h, q, kv: F.silu(q), ["silu", "torch.int64", ".float()"]),
+    # Side effects.
+    "in-place method": (lambda s, b, h, q, kv: s.add_(1), ["add_", "in place", "use add"]),
+    "in-place of a capture": (lambda s, b, h, q, kv: s + ROW.add_(1)[q], ["add_", "in place"]),
+    "in-place with a symbol": (lambda s, b, h, q, kv: s + ROW.add_(s)[q], ["add_", "in place"]),
+    "item assignment": (mutates_by_item, ["must not write", "return the new value"]),
+    "fixed item assignment": (mutates_by_fixed_item, ["in place"]),
+    "item assignment to a symbol": (mutates_a_symbol_by_item, ["in place", "torch.where"]),
+    "out": (lambda s, b, h, q, kv: torch.add(s, 1, out=ROW), ["must not write", "return the new value"]),
+    "out of a capture": (lambda s, b, h, q, kv: s + torch.add(ROW, 1, out=ROW)[q], ["must not write", "return the new value"]),
+    "inplace=True": (lambda s, b, h, q, kv: F.relu(s, inplace=True), ["inplace=True", "leave inplace out"]),
+    "inplace=True of a capture": (lambda s, b, h, q, kv: s + F.relu(ROW, inplace=True)[q], ["in place"]),
+    # Captured tensors.
+    "whole tensor": (lambda s, b, h, q, kv: s + ROW, ["(5,)", "used whole", "tensor[h]"]),
+    "too many indices": (lambda s, b, h, q, kv: s + ROW[b, h], ["2 indices", "(5,)"]),
+    "constant index outside": (lambda s, b, h, q, kv: s + TABLE[-4, q], ["index -4", "size 3", "(3, 4)"]),
+    "too few indices": (lambda s, b, h, q, kv: s + TABLE[h], ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "too few indices, product": (lambda s, b, h, q, kv: TABLE[h] * s, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "too few indices, sum": (lambda s, b, h, q, kv: TABLE[h] + 1, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "too few indices, comparison": (lambda s, b, h, q, kv: s * (TABLE[h] > 1), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "too few indices, method": (lambda s, b, h, q, kv: TABLE[h].float(), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "too few indices, function": (lambda s, b, h, q, kv: torch.exp(TABLE[h]), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "rows of other lengths": (lambda s, b, h, q, kv: s + torch.dot(TABLE[h], torch.ones(3, 5)[h]), ["4 and 5", "equally long"]),
+    "dot of single values": (lambda s, b, h, q, kv: s + torch.dot(q, kv), ["x * y"]),
+    "float index": (lambda s, b, h, q, kv: s + ROW[q / 2], ["f32", "integers", ".long()"]),
+    "boolean index": (lambda s, b, h, q, kv: s + ROW[q > 2], ["bool", "integers"]),
+    "slice": (lambda s, b, h, q, kv: s + TABLE[:, q], ["slice"]),
+    "list of symbols": (lambda s, b, h, q, kv: s + ROW[[q, kv]], ["list"]),
+    "complex capture": (lambda s, b, h, q, kv: s + COMPLEX[q], ["torch.complex64", "torch.float32"]),
+    "empty capture": (lambda s, b, h, q, kv: s + EMPTY[q], ["(0,)", "no element"]),
+    "foreign value": (lambda s, b, h, q, kv: s + "1", ["str '1'", "numbers or tensors"]),
+    "huge number": (lambda s, b, h, q, kv: s * (q + 2**63), ["9223372036854775808", "64 bits"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_says_where_what_and_what_instead(name: str) -> None:
+    function, expected = REFUSED[name]
+    before = ROW.clone()
+    with pytest.raises(TraceError) as error:
+        trace_score((function,))
+    message = str(error.value)
+    line = function.__code__.co_firstlineno + (function.__name__ != "<lambda>")
+    assert f" at {__file__}:{line})" in message
+    for words in expected:
+        assert words in message
+    assert torch.equal(ROW, before)
+
+
+def test_the_list_of_operations_has_only_names_users_write() -> None:
+    with pytest.raises(TraceError) as error:
+        trace_score((lambda s, b, h, q, kv: torch.lgamma(s),))
+    names = str(error.value).split("operators and ")[1].split(" (in a mask")[0].split(", ")
+    assert {"tanh", "where", "clamp", "logical_and", "float", "to"} <= set(names)
+    for name in names:
+        assert any(hasattr(home, name) for home in (torch, torch.Tensor, F, torch.special)), name
+
+
+# -- what a function takes and returns -------------------------------------------------------------------------------
+
+
+def mask_of_three(b: Any, h: Any, q: Any) -> Any:
+    return q > 1
+
+
+def score_like(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s
+
+
+def mask_like(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q > kv
+
+
+def silent(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    q > kv  # noqa: B015
+
+
+def distance(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q - kv
+
+
+def whole(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return ROW > 0
+
+
+def row(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (TABLE > 0)[h]
+
+
+RETURNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "too few parameters": (mask_of_three, ["(b, h, q, kv)", "3 parameters"]),
+    "a score function": (score_like, ["5 parameters", "score="]),
+    "nothing": (silent, ["returned None", "must return"]),
+    "integers": (distance, ["returned torch.int64", "boolean", "q >= kv"]),
+    "a whole tensor": (whole, ["(5,)", "whole", "tensor[h]"]),
+    "a row": (row, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_mask_of_another_form_is_refused_by_name_and_place(name: str) -> None:
+    function, expected = RETURNS[name]
+    with pytest.raises(TraceError) as error:
+        trace_mask(function)
+    for words in (f"{__file__}:{function.__code__.co_firstlineno}", function.__name__, *expected):
+        assert words in str(error.value)
+
+
+def boolean(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q > kv
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(mask_like, "pass it as mask="), (mask_of_three, "(score, b, h, q, kv)"), (boolean, "returned booleans; a function that allows or forbids goes to mask=")],
+)
+def test_a_score_of_another_form_is_refused_by_name_and_place(function: Callable[..., Any], expected: str) -> None:
+    with pytest.raises(TraceError) as error:
+        trace_score((function,))
+    for words in (f"{__file__}:{function.__code__.co_firstlineno}", function.__name__, expected):
+        assert words in str(error.value)
+
+
+def test_what_is_not_a_function_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"function of \(b, h, q, kv\), got Tensor"):
+        trace_mask(ROW)  # type: ignore[arg-type]
+
+
+def test_the_place_is_the_users_even_behind_a_helper_of_the_library() -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q.clamp(0, 3) > kv.frobnicate()
+
+    with pytest.raises(TraceError, match="'frobnicate'") as error:
+        trace_mask(partial(mask))
+    assert f"{__file__}:{mask.__code__.co_firstlineno + 1}" in str(error.value)
+
+
+def test_an_augmented_assignment_leaves_the_captured_tensor_alone() -> None:
+    def shifted(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        table = ROW
+        table += 1.0
+        return s + table[q]
+
+    call = trace_score((shifted,))
+    assert torch.equal(ROW, torch.zeros(5))
+    assert torch.equal(call.captures[0], torch.ones(5))
+
+
+def test_the_functions_own_errors_are_left_alone() -> None:
+    def broken(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trace_mask(broken)
+
+
+def test_a_refusal_is_also_a_type_error() -> None:
+    with pytest.raises(TypeError):
+        trace_score((branches,))
