@@ -16,12 +16,13 @@ demo: .venv/.ready  ## run the demonstration
 
 test: .venv/.ready  ## run the tests (ARGS='-k causal' passes options to pytest)
 	$(BIN)/python -m pytest -n 2 -q $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/interpreter
 
 lint: .venv/.ready  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: .venv/.ready  ## run the benchmarks (BENCHMARKS='benchmarks/tile_maps.py' chooses)
+bench: .venv/.ready  ## run the benchmarks (BENCHMARKS='benchmarks/gpu.py' chooses)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean:  ## delete caches and outputs (.venv stays)

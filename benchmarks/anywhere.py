@@ -5,14 +5,14 @@ tile maps and masks are built; a dense mask or bias that SDPA needs is made befo
 """
 
 import gc
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import MIB, arguments, in_subprocess, machine, memory_text, milliseconds, peak_growth, progress, report, table, time_text
+from common import MIB, Watch, arguments, in_subprocess, machine, memory_text, milliseconds, peak_growth, progress, report, table, time_text
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -23,6 +23,7 @@ LONG = 32_768
 LONG_LIMIT = 256 * MIB
 HEADS, HEAD_DIM = 8, 64
 LENGTHS = (1024, 4096)
+LIMITED = "This machine announces AMX but traps on it (torch's bf16 products crash), so all ran with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -45,6 +46,20 @@ def long_sequence(threads: int) -> dict[str, float]:
     gc.collect()
     memory = peak_growth(both)
     return {"memory": memory, "ms": milliseconds(both, seconds=0, least=3)}
+
+
+def bf16_product() -> float:
+    return float((torch.ones((64, 64), dtype=torch.bfloat16) @ torch.ones((64, 64), dtype=torch.bfloat16)).sum())
+
+
+def bf16_works(watch: Watch) -> bool:
+    """Whether torch can multiply bf16 here. If not, oneDNN is kept from AMX, which some virtual machines announce and trap."""
+    try:
+        in_subprocess(watch.script, "bf16_product")
+    except RuntimeError:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+        return False
+    return True
 
 
 # -- side by side ----------------------------------------------------------------------------------------------------
@@ -142,9 +157,9 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     return "" if found == ["-", "-"] else " / ".join(found)
 
 
-def side_by_side(options: Any) -> list[str]:
+def side_by_side(watch: Watch, options: Any) -> list[str]:
     engines = [e for e in ENGINES if e != "compiled" or options.compiled]
-    script, refusals, chosen = Path(__file__).resolve(), {}, set()
+    refusals, chosen = {}, set()
     sections = []
     for dtype in DTYPES:
         for length in LENGTHS:
@@ -154,7 +169,7 @@ def side_by_side(options: Any) -> list[str]:
                 for engine in engines:
                     progress(f"{dtype} {length} {case.name}: {NAMES[engine]}")
                     try:
-                        results[engine] = in_subprocess(script, "measure", engine, which, length, dtype, options.threads)
+                        results[engine] = watch.measure("measure", engine, which, length, dtype, options.threads)
                     except Exception as error:
                         results[engine] = {}
                         refusals[NAMES[engine]] = str(error).strip().splitlines()[-1]
@@ -174,19 +189,22 @@ def side_by_side(options: Any) -> list[str]:
 def main() -> None:
     options = arguments(__doc__, ("--compiled", "also measure torch.compile(flex_attention), forward only; compiling takes minutes"))
     print(machine(options.threads))
+    watch = Watch(__file__)
+    notes = [] if bf16_works(watch) else [LIMITED]
     progress(f"{LONG} tokens, forward and backward")
-    found = in_subprocess(Path(__file__).resolve(), "long_sequence", options.threads)
+    found = watch.measure("long_sequence", options.threads)
     met = "met" if found["memory"] < LONG_LIMIT else "missed"
     matrix = LONG**2 * 4
     long = (
-        f"One head of {LONG:,} tokens, head dim {HEAD_DIM}, fp32, causal, forward and backward with backend='blocked': peak memory above the inputs "
-        f"{memory_text(found['memory'])} (target under {memory_text(LONG_LIMIT)}: {met}; one matrix of scores would take {memory_text(matrix)}), {time_text(found['ms'])}."
+        f"One head of {LONG:,} tokens, head dim {HEAD_DIM}, fp32, causal, forward and backward with backend='blocked': {time_text(found['ms'])}, "
+        f"peak memory above the inputs {memory_text(found['memory'])} (target under {memory_text(LONG_LIMIT)}: {met}). "
+        f"One matrix of scores would take {memory_text(matrix)}."
     )
     how = (
         f"Batch 1, {HEADS} heads, head dim {HEAD_DIM}. Milliseconds, forward / backward. The last columns say how many times as long the peer takes "
         "as tilewise auto: above 1, tilewise is faster. SDPA is given dense masks and biases where it has no flag for the case."
     )
-    report(__file__, options, "tilewise on a CPU", ["## A long sequence", long, "## Side by side", how, *side_by_side(options)])
+    report(__file__, options, "tilewise on a CPU", ["## A long sequence", long, "## Side by side", how, *side_by_side(watch, options), *notes, watch.note()])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # runs from a checkout, installed or not
 
 MIB = 2**20
+QUIET = 0.15  # cores in use elsewhere that do not disturb
+PATIENCE, TRIES = 900, 3  # seconds to wait for quiet, in all; how often a disturbed measurement is made
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -72,6 +74,50 @@ def in_subprocess(script: Path, name: str, *arguments: Any, timeout: float = 180
         if done.returncode:
             raise RuntimeError(f"{name}{arguments} ended with {done.returncode}:\n{done.stderr[-2000:]}")
         return json.loads(answer.read_text())
+
+
+class Watch:
+    """Measures in fresh processes while nobody else uses the machine, as far as possible, and tells how far that was."""
+
+    def __init__(self, script: str) -> None:
+        self.script = Path(script).resolve()
+        self.patience = PATIENCE
+        self.disturbed: list[float] = []  # cores that others used during each measurement
+
+    def measure(self, name: str, *arguments: Any) -> Any:
+        """What the script's function returns. A disturbed measurement is repeated and the least disturbed one counts."""
+        found: list[tuple[float, Any]] = []
+        while not found or (found[-1][0] > QUIET and len(found) < TRIES and self.patience > 0):
+            self._wait()
+            begin, before = time.perf_counter(), _busy_elsewhere()
+            answer = in_subprocess(self.script, name, *arguments)
+            found.append(((_busy_elsewhere() - before) / (time.perf_counter() - begin), answer))
+        cores, answer = min(found, key=lambda pair: pair[0])
+        self.disturbed.append(cores)
+        return answer
+
+    def _wait(self) -> None:
+        """Until the machine is quiet for a second, or patience has run out for the whole benchmark."""
+        busy = QUIET
+        while busy >= QUIET and self.patience > 0:
+            before = _busy_elsewhere()
+            time.sleep(1)
+            busy = _busy_elsewhere() - before
+            self.patience -= 1 if busy >= QUIET else 0
+
+    def note(self) -> str:
+        noisy = sum(cores > QUIET for cores in self.disturbed)
+        if not noisy:
+            return f"No other process used more than {QUIET:.0%} of a core during any of the {len(self.disturbed)} measurements."
+        return f"Other processes used up to {max(self.disturbed):.1f} cores during {noisy} of the {len(self.disturbed)} measurements, which lengthens them."
+
+
+def _busy_elsewhere() -> float:
+    """Seconds of CPU that processes other than this one and its children have used since the machine started."""
+    ticks = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
+    own = os.times()
+    return busy - (own.user + own.system + own.children_user + own.children_system)
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
-import tilewise  # noqa: E402
-from tilewise import masks, scores  # noqa: E402
+import tilewise
+from tilewise import masks, scores
 
 TOKENS, WIDTH = 16384, 2048  # tokens in all; heads x head dim
 TURNS = 3

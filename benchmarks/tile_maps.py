@@ -6,11 +6,10 @@ masks were ready. Times are medians on warm processes.
 """
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import MIB, arguments, in_subprocess, machine, memory_text, milliseconds, peak_growth, progress, report, table, time_text
+from common import MIB, Watch, arguments, machine, memory_text, milliseconds, peak_growth, progress, report, table, time_text
 
 import tilewise as tw
 from tilewise import masks
@@ -75,14 +74,14 @@ def measure(library: str, name: str, length: int, threads: int) -> dict[str, Any
 def main() -> None:
     options = arguments(__doc__)
     print(machine(options.threads))
-    script = Path(__file__).resolve()
+    watch = Watch(__file__)
     rows, missed = [], []
     for length in (*BOTH, *ALONE):
         for name in MASKS:
             if name == "neighborhood" and length not in BOTH:
                 continue
             progress(f"{length} {name}: tilewise")
-            ours = in_subprocess(script, "measure", "tilewise", name, length, options.threads)
+            ours = watch.measure("measure", "tilewise", name, length, options.threads)
             limit = LIMITS.get(length)
             if limit is not None and (ours["ms"] >= limit[0] or ours["memory"] >= limit[1]):
                 missed.append(f"{length} {name}")
@@ -92,7 +91,7 @@ def main() -> None:
                 torch_time = f"needs {needed / 2**30:,.0f} GiB or more"
             else:
                 progress(f"{length} {name}: torch")
-                theirs = in_subprocess(script, "measure", "torch", name, length, options.threads)
+                theirs = watch.measure("measure", "torch", name, length, options.threads)
                 torch_time, torch_memory = time_text(theirs["ms"]), memory_text(theirs["memory"])
                 ratio = f"{theirs['ms'] / ours['ms']:,.0f}x"
             skipped = f"{100 * (1 - ours['computed'] / ours['total']):.1f}%"
@@ -104,7 +103,7 @@ def main() -> None:
         f"Tiles of {TILE} x {TILE}. Skipped: the share of tiles that need no work. Peak: resident memory above the start of the call. "
         "tilewise finds full and empty tiles exactly; torch is called eagerly, as its documentation does for a mask built once."
     )
-    report(__file__, options, "Building tile maps on a CPU", [notes, table(header, rows), verdict])
+    report(__file__, options, "Building tile maps on a CPU", [notes, table(header, rows), verdict, watch.note()])
 
 
 if __name__ == "__main__":

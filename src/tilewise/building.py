@@ -54,7 +54,8 @@ def build_kernels(
 
     if MISSING is not None:
         raise BackendError(f"Could not compile flex_attention kernels: {MISSING}")
-    from tilewise.engines.triton import ahead, launch
+    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton.launch import Counts
 
     architectures = [_architecture(a) for a in ([arch] if arch is None or isinstance(arch, str) else arch)]
     wanted = []
@@ -69,9 +70,9 @@ def build_kernels(
                     if decode:
                         launches += ahead.forward_launches(_problem(mask, score, dim, _dtype(dtype), 1))
                     wanted += [(launch, a) for launch in launches for a in architectures]
-    before = launch.built
+    before = Counts.built
     _build_all(wanted, ahead.build, progress)
-    return BuildReport(len(wanted), launch.built - before, str(store.kernel_root()))
+    return BuildReport(len(wanted), Counts.built - before, str(store.kernel_root()))
 
 
 def build_flex_attention_kernels(arch: str | None = None) -> BuildReport:
@@ -83,7 +84,7 @@ def build_flex_attention_kernels(arch: str | None = None) -> BuildReport:
 
 def _build_all(wanted: list[Any], build: Callable[..., str], progress: Callable[[int, int, str], None] | None) -> None:
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(lambda make=make, arch=arch: build(make(), arch)) for make, arch in wanted]
+        futures = [pool.submit(_build_one, build, make, arch) for make, arch in wanted]
         for done, future in enumerate(as_completed(futures), 1):
             try:
                 what = future.result()
@@ -93,6 +94,10 @@ def _build_all(wanted: list[Any], build: Callable[..., str], progress: Callable[
                 raise BackendError(f"Could not compile flex_attention kernels: {type(error).__name__}: {error}") from error
             if progress is not None:
                 progress(done, len(futures), what)
+
+
+def _build_one(build: Callable[..., str], make: Callable[[], Any], arch: int) -> str:
+    return build(make(), arch)
 
 
 def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) -> Problem:

@@ -97,7 +97,8 @@ def _functions(names: list[str]) -> tuple[list[Any], list[Any]]:
     """file.py:name -> the mask functions and the score functions among them, told apart by their parameters."""
     import inspect
 
-    masks, scores = [], []
+    masks: list[Any] = []
+    scores: list[Any] = []
     for text in names:
         file, _, name = text.rpartition(":")
         path = Path(file)

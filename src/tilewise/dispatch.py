@@ -91,8 +91,8 @@ def requested_backend(argument: str | None) -> tuple[str, str]:
     return "auto", "the default"
 
 
-def choose(problem: Problem, request: Request) -> Choice:
-    """Ask the candidates in order."""
+def choose(problem: Problem, request: Request, *, ask_all: bool = False) -> Choice:
+    """Ask the candidates in order, up to the first that accepts, or all of them."""
     verdicts: list[Verdict] = []
     chosen: Engine | None = None
     for engine in candidates(request.backend):
@@ -100,6 +100,8 @@ def choose(problem: Problem, request: Request) -> Choice:
         verdicts.append(Verdict(engine.name, reason))
         if reason is None and chosen is None:
             chosen = engine
+            if not ask_all:
+                break
     return Choice(chosen, tuple(verdicts))
 
 

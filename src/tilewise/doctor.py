@@ -61,8 +61,9 @@ def _versions() -> list[Finding]:
 
 def _gpu() -> list[Finding]:
     if not torch.cuda.is_available():
-        built = "this torch is built without CUDA" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}, but finds no GPU or driver"
-        return [Finding("GPU", "note", built, "" if torch.version.cuda is None else "check nvidia-smi and the driver's version")]
+        if torch.version.cuda is None:
+            return [Finding("GPU", "note", "this torch is built without CUDA")]
+        return [Finding("GPU", "note", f"torch is built for CUDA {torch.version.cuda}, but finds no GPU or driver", "see nvidia-smi and the driver's version")]
     found = []
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)
@@ -96,13 +97,13 @@ def _engine(engine: Engine, device: str) -> Finding:
     plain = engine.name == "native"
     mask: Any = masks.causal if plain else masks.causal & masks.sliding_window(50)
     score = None if plain else scores.softcap(20.0)
-    inputs = [torch.randn(1, 2, 150, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-    problem, _ = problem_of_call(*inputs, mask, score, Options(), "bhsd", None)
+    query, key, value = (torch.randn(1, 2, 150, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    problem, _ = problem_of_call(query, key, value, mask, score, Options(), "bhsd", None)
     refusal = reason_against(engine, problem, Request(engine.name, "doctor", False, False))
     if refusal is not None:
         return Finding(title, "note", refusal)
     try:
-        error = _error(inputs, mask, score, engine.name)
+        error = _error([query, key, value], mask, score, engine.name)
     except Exception as failure:  # whatever goes wrong is what the doctor is asked to find
         return Finding(title, "problem", f"{type(failure).__name__}: {failure}", "this should work; please report it with `tilewise doctor --json`")
     allowed = 16 * torch.finfo(dtype).eps
@@ -114,7 +115,8 @@ def _engine(engine: Engine, device: str) -> Finding:
 def _error(inputs: list[torch.Tensor], mask: Any, score: Any, backend: str) -> float:
     """Largest relative error of output and gradients."""
     exact_inputs = [t.detach().double().cpu().requires_grad_() for t in inputs]
-    found, wanted = [], []
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
     for tensors, name, results in ((inputs, backend, found), (exact_inputs, "reference", wanted)):
         out = tilewise.attention(*tensors, mask=mask, score=score, backend=name)
         results += [out, *torch.autograd.grad(out.square().sum(), tensors)]

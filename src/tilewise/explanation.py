@@ -47,7 +47,8 @@ class Explanation:
             f"attention {self.problem}, mask {self.mask}",
             f"backend {self.backend!r} (from {self.source}): " + (f"engine {self.engine}" if self.engine else "no engine can serve this"),
             *table,
-            f"tiles of {TILE[0]} x {TILE[1]}: {self.computed_tiles} of {total} computed{share}; forward {self.flops / 1e9:.3g} GFLOP, backward {2.5 * self.flops / 1e9:.3g}",
+            f"tiles of {TILE[0]} x {TILE[1]}: {self.computed_tiles} of {total} computed{share}; "
+            f"forward {self.flops / 1e9:.3g} GFLOP, backward {2.5 * self.flops / 1e9:.3g}",
         ])  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def explain(
     check_name(name, source)
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, 0 if seed is None else seed)  # draws no random number
     problem, mask_name = problem_of_call(query, key, value, mask, score, options, layout, heads)
-    choice = choose(problem, Request(name, source, return_lse, seed is not None))
+    choice = choose(problem, Request(name, source, return_lse, seed is not None), ask_all=True)
     chosen = choice.engine.name if choice.engine is not None else None
     said = {v.engine: v.reason for v in choice.verdicts}
     tile_map = map_of(problem, TILE)

@@ -58,7 +58,9 @@ def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[
     q_sequence, q_position = sequence_and_position(packed.q_offsets, packed.query.shape[0])
     kv_sequence, kv_position = sequence_and_position(packed.kv_offsets, packed.key.shape[0])
     if mask is not None and not callable(mask):
-        raise InputError(f"packed sequences take a mask function or a mask of tilewise.masks, which see positions inside each sequence; got {type(mask).__name__}")
+        raise InputError(
+            f"packed sequences take a mask function or a mask of tilewise.masks, which see positions inside each sequence; got {type(mask).__name__}"
+        )
 
     def same_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
         number, i, j = q_sequence[q], q_position[q], kv_position[kv]
@@ -81,7 +83,7 @@ def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:
     """Jagged nested tensors (batch, sequence, heads, D) ["bshd"] or (batch, heads, sequence, D) ["bhsd"], packed."""
     if layout not in ("bhsd", "bshd"):
         raise InputError(f"nested tensors take layout 'bhsd' or 'bshd', got {layout!r}")
-    parts = []
+    parts: list[Any] = []  # nested tensors have methods that Tensor's type does not know
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
             raise InputError(f"{name} must be a 4-D nested tensor with layout=torch.jagged, as the others are")

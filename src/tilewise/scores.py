@@ -9,7 +9,7 @@ Tensors they capture may require grad.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -145,4 +145,6 @@ def as_scores(given: ScoreFunction | Sequence[ScoreFunction] | None) -> tuple[Sc
     """One score, several, or none, as a tuple."""
     if given is None:
         return ()
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if isinstance(given, (list, tuple)):
+        return tuple(given)
+    return (cast(ScoreFunction, given),)

@@ -11,8 +11,8 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -102,14 +102,8 @@ def write(key: str, parts: dict[str, bytes]) -> None:
     except OSError as error:
         warn_once(f"the kernel store {path.parent} cannot be written ({error}); kernels stay in memory")
         if temporary:
-            with_ignored_errors(lambda: os.unlink(temporary))
-
-
-def with_ignored_errors(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except OSError:
-        pass
+            with suppress(OSError):
+                os.unlink(temporary)
 
 
 @contextmanager
@@ -163,7 +157,8 @@ def clear() -> int:
     """Remove every kernel; how many there were."""
     found = entries()
     for path in [*found, *kernel_root().glob("*.lock"), *kernel_root().glob("*.tmp")]:
-        with_ignored_errors(path.unlink)
+        with suppress(OSError):
+            path.unlink()
     return len(found)
 
 

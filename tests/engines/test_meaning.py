@@ -28,11 +28,14 @@ def test_native(case: Case, dtype: torch.dtype) -> None:
     check(case, "native", "cpu", dtype)
 
 
-@pytest.mark.parametrize("spoil", [lambda t: t * 1.001, lambda t: t.index_fill(2, torch.tensor([3]), 0.0), lambda t: t.index_fill(2, torch.tensor([3]), torch.nan)])
+ROW = torch.tensor([3])
+
+
+@pytest.mark.parametrize("spoil", [lambda t: t * 1.001, lambda t: t.index_fill(2, ROW, 0.0), lambda t: t.index_fill(2, ROW, torch.nan)])
 def test_the_rule_notices(spoil: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     original = tw.attention
     monkeypatch.setattr(tw, "attention", lambda *args, **options: spoil(original(*args, **options)))
-    with pytest.raises(AssertionError, match="out: (largest error|NaN differs)"):
+    with pytest.raises(AssertionError, match=r"out: (largest error|NaN differs)"):
         check(next(c for c in CASES if c.name == "causal"), "blocked")
 
 

@@ -57,7 +57,7 @@ def with_new_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 COMPILED: dict[str, Callable[..., Any]] = {
-    "plain": lambda q, k, v: tw.attention(q, k, v),
+    "plain": tw.attention,
     "blocked": lambda q, k, v: tw.attention(q, k, v, backend="blocked"),
     "function with captures": lambda q, k, v: tw.attention(q, k, v, mask=lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j)),
     "capture made inside": with_new_tensor,
@@ -298,6 +298,18 @@ def test_maps_follow_tensors_changed_in_place() -> None:
     torch.testing.assert_close(after, tw.attention(q, k, v, mask=mask, backend="reference"))
 
 
+@pytest.mark.parametrize("what", ["query", "mask", "score", "seed"])
+def test_a_tensor_changed_before_the_backward_is_an_error(what: str) -> None:
+    """Else the backward would be that of another problem."""
+    q, k, v = tensors()
+    ids, bias, seed = torch.arange(LENGTH) // 10, torch.randn(LENGTH), torch.tensor(3)
+    out = tw.attention(q, k, v, mask=masks.document(ids), score=lambda s, b, h, i, j: s + bias[j], dropout_p=0.5, seed=seed, backend="blocked")
+    with torch.no_grad():
+        {"query": q, "mask": ids, "score": bias, "seed": seed}[what].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_fake_tensors_have_the_right_shapes_and_strides() -> None:
     q, k, v = (t.detach().transpose(1, 2) for t in tensors(2, 9, 3, 8))
     real = tw.attention(q, k, v[..., :5], mask=masks.causal, return_lse=True, backend="blocked")
@@ -331,7 +343,7 @@ def test_opcheck(name: str, engine: str) -> None:
 
     detached = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, given)
     out, lse, highest = torch.ops.tilewise.attention(*detached)
-    wanted = [k for k in range(len(detached[11]))]
+    wanted = list(range(len(detached[11])))
     for grad_lse in (None, torch.randn_like(lse)):
         torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (*detached, out, lse, highest, torch.randn_like(out), grad_lse, wanted))
 

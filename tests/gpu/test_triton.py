@@ -8,7 +8,7 @@ import torch
 
 import tilewise as tw
 from tilewise import masks, scores
-from tilewise.engines.triton import launch
+from tilewise.engines.triton.launch import Counts
 
 
 def tensors(batch: int, heads: int, length: int, dim: int, kv_heads: int | None = None, kv_len: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -29,10 +29,10 @@ def test_new_lengths_windows_and_documents_compile_nothing() -> None:
         both_passes(*tensors(batch, heads, length, 64), mask=lambda b, h, q, kv: (ids[q] == ids[kv]) & (q - kv <= window) & (q >= kv))
 
     step(300, 64, 1, 2)
-    before = launch.built + launch.loaded
+    before = Counts.built + Counts.loaded
     for length, window, batch, heads in ((301, 65, 1, 2), (512, 17, 3, 4), (1000, 128, 2, 1), (64, 16, 1, 8)):
         step(length, window, batch, heads)
-    assert launch.built + launch.loaded == before
+    assert Counts.built + Counts.loaded == before
 
 
 def test_a_growing_cache_needs_no_host_work_and_can_be_captured() -> None:

@@ -1,16 +1,17 @@
 """What must hold for every program, tried on generated ones."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tests.lang.generated import captures, function_of, smooth_trees, trees
-from tests.lang.programs import assert_derives_as_autograd, grid, scores, trace_value, value_of
 from torch import Tensor
 
+from tests.lang.generated import captures, function_of, smooth_trees, trees
+from tests.lang.programs import assert_derives_as_autograd, grid, scores, trace_value, value_of
 from tilewise import masks
 from tilewise.lang import Bounds, Call, Interval, derive, interpret, parse, trace_mask, trace_score
 from tilewise.lang.types import DTYPE_OF
@@ -39,7 +40,7 @@ def test_the_type_of_every_instruction_is_the_interpreters_dtype(tree: Any, seed
     call = traced(tree, captures(seed), dtype)
     inputs = grid() | {"score": scores(dtype, seed)}
     run(call, inputs)
-    everything = type(call.program)(call.program.instructions, tuple(range(len(call.program.instructions))), call.program.captures, "")
+    everything = replace(call.program, results=tuple(range(len(call.program.instructions))))
     for value, instruction in zip(interpret(everything, call, inputs), call.program.instructions, strict=True):
         if isinstance(value, Tensor):
             assert value.dtype == DTYPE_OF[instruction.type.dtype]
@@ -188,6 +189,7 @@ TIES = {
     "through float32": lambda s, b, h, q, kv: s.float() * 0.25 + s,
     "remainder of number": lambda s, b, h, q, kv: 5.5 % (s + 10),
     "remainder of score": lambda s, b, h, q, kv: s % 1.5 + s % (X[q] + 3),
+    "remainder by a tenth": lambda s, b, h, q, kv: (s * 0.1) % (X[q] * 0.0 + 0.1),
     "floor division": lambda s, b, h, q, kv: s // 1.5 + 5 // (s + 10) + s * 2,
     "rounded": lambda s, b, h, q, kv: torch.round(s * 0.7) + torch.floor(X[q]) + s,
     "through integers": lambda s, b, h, q, kv: s.long() * 0.1 + s,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_derives_as_autograd, grid
 from torch import Tensor
 
+from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_derives_as_autograd, grid
 from tilewise import scores
 from tilewise.errors import InputError
 from tilewise.lang import evaluate, trace_score

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lang.programs import grid
 from torch import Tensor
 
+from tests.lang.programs import grid
 from tilewise import masks, scores
 from tilewise.lang import Call, evaluate, gathered, parse, shifted, trace_mask, trace_score
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_traces_as_torch, grid, trace_value, value_of
 from torch import Tensor
 
+from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_traces_as_torch, grid, trace_value, value_of
 from tilewise.errors import TraceError
 from tilewise.lang import evaluate, trace_mask, trace_score
 

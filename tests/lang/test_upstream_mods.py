@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lang.programs import assert_derives_as_autograd, grid
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
+from tests.lang.programs import assert_derives_as_autograd, grid
 from tilewise.lang import evaluate, trace_mask, trace_score
 
 B, H, S = 2, 4, 64

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.tiles.brute import check_map, dense_mask
 from torch import Tensor
 
 import tilewise as tw
+from tests.tiles.brute import check_map, dense_mask
 from tilewise import masks
 from tilewise.errors import InputError
 from tilewise.tiles import build, runs

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiles.brute import check_map, dense_mask
 from torch import Tensor
 
 import tilewise as tw
+from tests.tiles.brute import check_map, dense_mask
 from tilewise import masks, plan
 from tilewise.lang import trace_mask
 from tilewise.plan import MapCache, maps

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tests.tiles.brute import check_map, dense_mask, elements_of
 
 import tilewise as tw
+from tests.tiles.brute import check_map, dense_mask, elements_of
 from tilewise.tiles import build, runs
 
 BATCH, HEADS = 2, 2

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.common import MIB, in_subprocess, peak_growth
-from tests.tiles.brute import check_runs
 
 import tilewise as tw
+from tests.tiles.brute import check_runs
 from tilewise import masks
 from tilewise.tiles import EMPTY, FULL, PARTIAL, TileMap
 

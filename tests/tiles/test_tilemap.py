@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiles.brute import check_map, check_runs, dense_mask, elements_of, states_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
+from tests.tiles.brute import check_map, check_runs, dense_mask, elements_of, states_of
 from tilewise import masks
 from tilewise.errors import InputError
 from tilewise.tiles import EMPTY, Geometry, TileMap, draw, from_block_mask

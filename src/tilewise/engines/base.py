@@ -51,7 +51,10 @@ def scalar_seed(problem: Problem) -> int:
 
 def like_query(query: Tensor, v_dim: int) -> Tensor:
     """An empty (B, H, Sq, Dv) output whose dimensions lie in memory in the query's order."""
-    order = sorted(range(4), key=lambda d: (-query.stride(d), d))
     shape = (*query.shape[:3], v_dim)
+    if query.is_contiguous():
+        return query.new_empty(shape)
+    strides = query.stride()
+    order = sorted(range(4), key=lambda d: (-strides[d], d))
     out = query.new_empty([shape[d] for d in order])
     return out.permute([order.index(d) for d in range(4)])

@@ -29,7 +29,7 @@ def run_directly(engine: Engine, problem: Problem) -> Output:
     captures = () if problem.score is None else problem.score.captures
     differentiable = (problem.query, problem.key, problem.value, problem.sinks, *captures)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in differentiable]):
-        return Output(*_Attention.apply(engine, problem, *differentiable))  # type: ignore[no-untyped-call]
+        return Output(*_Attention.apply(engine, problem, *differentiable))
     return _forward(engine, problem)
 
 
@@ -48,12 +48,15 @@ class _Attention(torch.autograd.Function):
         ctx.engine = engine
         ctx.problem = replace(problem, query=NOTHING, key=NOTHING, value=NOTHING, sinks=None, score=None)  # its tensors are saved below
         ctx.score = None if problem.score is None else replace(problem.score, captures=())
-        ctx.save_for_backward(*differentiable, *output)
-        return tuple(output)
+        watched = [*([] if problem.mask is None else problem.mask.captures), *([] if problem.seed is None else [problem.seed])]
+        ctx.count = len(differentiable)
+        ctx.save_for_backward(*differentiable, *output, *watched)  # the last, so that torch notices if they are changed in place
+        return output.out, output.lse, output.highest
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_highest: Tensor | None) -> tuple[Any, ...]:
-        *differentiable, out, lse, highest = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        differentiable, (out, lse, highest) = saved[: ctx.count], saved[ctx.count : ctx.count + 3]
         query, key, value, sinks, *captures = differentiable
         score = None if ctx.score is None else replace(ctx.score, captures=tuple(captures))
         problem = replace(ctx.problem, query=query, key=key, value=value, sinks=sinks, score=score)
@@ -65,7 +68,7 @@ class _Attention(torch.autograd.Function):
         gradients = [found.query, found.key, found.value, found.sinks, *(found.captures.get(k) for k in range(len(captures)))]
         if torch.is_grad_enabled():
             there = [k for k, g in enumerate(gradients) if g is not None]
-            marked = Once.apply([gradients[k] for k in there], *differentiable, grad_out, grad_lse)  # type: ignore[no-untyped-call]
+            marked = Once.apply([gradients[k] for k in there], *differentiable, grad_out, grad_lse)
             for k, g in zip(there, marked, strict=True):
                 gradients[k] = g
         return (None, None, *gradients)

@@ -148,7 +148,7 @@ define("div", 2, operator.truediv, float_of, intervals.div,
        derive=lambda t, g, a, out: (emit(t, "div", g, a[1]), emit(t, "neg", emit(t, "div", emit(t, "mul", g, out), a[1]))))
 define("floordiv", 2, by_first(floor_quotient), promote, intervals.floordiv_integer, bounds_of_floats=intervals.floordiv_float, takes=numbers)
 define("mod", 2, by_first(torch.remainder), promote, intervals.mod_integer, bounds_of_floats=intervals.mod_float, takes=numbers,
-       derive=lambda t, g, a, out: (g, emit(t, "neg", emit(t, "mul", g, emit(t, "floor", emit(t, "div", a[0], a[1]))))))
+       derive=lambda t, g, a, out: (g, emit(t, "neg", emit(t, "mul", g, emit(t, "floordiv", a[0], a[1])))))
 
 
 def _derive_pow(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:

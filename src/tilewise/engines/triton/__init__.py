@@ -6,6 +6,8 @@ Triton is imported when the engine first serves a call, never by `import tilewis
 import importlib.metadata
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +42,13 @@ class TritonEngine(Engine):
     def forward(self, problem: Problem) -> Output:
         from tilewise.engines.triton import run
 
-        with torch.cuda.device(problem.device) if problem.device.type == "cuda" else _nowhere:
+        with current(problem.device):
             return run.forward(problem)
 
     def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         from tilewise.engines.triton import run
 
-        with torch.cuda.device(problem.device) if problem.device.type == "cuda" else _nowhere:
+        with current(problem.device):
             return run.backward(problem, output, grad_out, grad_lse, wanted)
 
 
@@ -68,10 +70,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-class _Nowhere:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+_already_there = nullcontext()
 
 
-_nowhere = _Nowhere()
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels start on the current device, which need not be the tensors'."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return _already_there
+    return torch.cuda.device(device)

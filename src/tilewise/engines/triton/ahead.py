@@ -6,7 +6,7 @@ import torch
 
 from tilewise.engines.base import Output, like_query
 from tilewise.engines.triton import run
-from tilewise.engines.triton.config import choose, smaller
+from tilewise.engines.triton.config import Config, choose, smaller
 from tilewise.engines.triton.launch import Launch, parts_of, request_of
 from tilewise.problem import Problem
 
@@ -37,7 +37,8 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
 
 def _steps(kernel: str, p: Problem, make: Callable[..., Launch]) -> Callable[[], list[Launch]]:
     def ladder() -> list[Launch]:
-        found, config = [], choose(kernel, p)
+        found: list[Launch] = []
+        config: Config | None = choose(kernel, p)
         while config is not None:
             found.append(make(config))
             config = smaller(config)

@@ -10,7 +10,7 @@ gradients of tensors that a score function captures are added atomically.
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, final_scores, heard, kept, load_rows, run_of
+from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_heard, load_rows, run_of
 
 
 @triton.jit
@@ -71,25 +71,25 @@ def keys(
                     b_dk, b_dv = keys_step(
                         b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
                         scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                        MASK, SCORE, SLOPE, False, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                        MASK, SCORE, SLOPE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
                 start, stop = run_of(tiles[2], tiles[3], run)
                 for i_q in tl.range(start, stop, num_stages=MASKED_STAGES):
                     b_dk, b_dv = keys_step(
                         b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
                         scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                        MASK, SCORE, SLOPE, True, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                        MASK, SCORE, SLOPE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         else:
             for i_q in range(0, n_q // M):
                 b_dk, b_dv = keys_step(
                     b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
                     scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                    None, SCORE, SLOPE, False, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    None, SCORE, SLOPE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             for i_q in range(n_q // M, (n_q + M - 1) // M):
                 b_dk, b_dv = keys_step(
                     b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
                     scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                    None, SCORE, SLOPE, True, DROPOUT, M, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    None, SCORE, SLOPE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     store_rows(p_dk + i_b * s_dk[0] + i_hk * s_dk[1] + first * s_dk[2], s_dk, b_dk * scale, n_left, N, D, D_TRUE)
     store_rows(p_dv + i_b * s_dv[0] + i_hk * s_dv[1] + first * s_dv[2], s_dv, b_dv, n_left, N, DV, DV_TRUE)
 
@@ -99,7 +99,7 @@ def keys_step(
     b_k, b_v, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
     scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dK and dV. MASKED tiles may reach past the last query: those rows have lse = +inf and weight 0."""
@@ -134,18 +134,14 @@ def keys_step(
         b_ds = b_ds * slope
     if MASKED or SLOPE is not None:
         b_ds = tl.where(b_s > float("-inf"), b_ds, 0.0)
-    b_pd, b_ds = b_pd.to(b_do.dtype), b_ds.to(b_q.dtype)
     if MASKED and MASK is not None:
-        anyone = heard(b_s)
-        if tl.min(anyone, 0) == 0:
-            b_dv = tl.dot(b_pd, tl.where(anyone[:, None] > 0, b_do, 0.0), b_dv, input_precision=PRECISION)
-            b_dk = tl.dot(b_ds, tl.where(anyone[:, None] > 0, b_q, 0.0), b_dk, input_precision=PRECISION)
-        else:
-            b_dv = tl.dot(b_pd, b_do, b_dv, input_precision=PRECISION)
-            b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
-    else:
-        b_dv = tl.dot(b_pd, b_do, b_dv, input_precision=PRECISION)
-        b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+        allowed = MASK(i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], mask_p, mask_i, mask_f, mask_s)
+        b_q = load_heard(p_q + first * s_q[2], s_q, allowed, n_left, M, N, D, D_TRUE)
+        b_do = load_heard(p_do + first * s_do[2], s_do, allowed, n_left, M, N, DV, DV_TRUE)
+        if UPCAST:
+            b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
+    b_dv = tl.dot(b_pd.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_dv
 
 
@@ -188,25 +184,25 @@ def queries(
                 b_dq = queries_step(
                     b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
                     mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                    MASK, SCORE, SLOPE, SCATTER, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    MASK, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
             start, stop = run_of(tiles[2], tiles[3], run)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
                 b_dq = queries_step(
                     b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
                     mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                    MASK, SCORE, SLOPE, SCATTER, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    MASK, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     else:
         for i_kv in range(0, n_kv // N):
             b_dq = queries_step(
                 b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
                 mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                None, SCORE, SLOPE, SCATTER, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                None, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         for i_kv in range(n_kv // N, (n_kv + N - 1) // N):
             b_dq = queries_step(
                 b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
                 mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                None, SCORE, SLOPE, SCATTER, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                None, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     store_rows(p_dq + i_b * s_dq[0] + i_h * s_dq[1] + first * s_dq[2], s_dq, b_dq * scale, n_left, M, D, D_TRUE)
 
 
@@ -215,7 +211,7 @@ def queries_step(
     b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
     mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One key tile's share of dQ."""
@@ -245,16 +241,12 @@ def queries_step(
         b_ds = tl.where(attended, b_ds * slope, 0.0)
     elif MASKED:
         b_ds = tl.where(b_s > float("-inf"), b_ds, 0.0)
-    b_ds = b_ds.to(b_k.dtype)
     if MASKED and MASK is not None:
-        anyone = heard(b_s)
-        if tl.min(anyone, 0) == 0:
-            b_dq = tl.dot(b_ds, tl.where(anyone[:, None] > 0, b_k, 0.0), b_dq, input_precision=PRECISION)
-        else:
-            b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-    else:
-        b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
-    return b_dq
+        allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask_p, mask_i, mask_f, mask_s)
+        b_k = load_heard(p_k + first * s_k[2], s_k, allowed, n_left, N, M, D, D_TRUE)
+        if UPCAST:
+            b_k = b_k.to(tl.float32)
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
 
 
 @triton.jit

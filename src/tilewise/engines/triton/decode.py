@@ -8,7 +8,7 @@ the last of those. A cache that grows within its buffer therefore changes nothin
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, heard, load_rows
+from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_heard, load_rows
 
 
 @triton.jit
@@ -67,9 +67,11 @@ def split(
         b_l = b_l * b_decay + tl.sum(b_p, 1)
         if DROPOUT:
             b_p = drop(b_p, p_seed, threshold, i_b, i_h, i_q, o_kv[None, :])
-        b_v = load_rows(p_v + i_kv * N * s_v[2], s_v, n_left, N, DV, DV_TRUE)
         if MASK is not None:
-            b_v = tl.where(heard(b_s)[:, None] > 0, b_v, 0.0)
+            allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask_p, mask_i, mask_f, mask_s)
+            b_v = load_heard(p_v + i_kv * N * s_v[2], s_v, allowed, n_left, N, M, DV, DV_TRUE)
+        else:
+            b_v = load_rows(p_v + i_kv * N * s_v[2], s_v, n_left, N, DV, DV_TRUE)
         if UPCAST:
             b_v = b_v.to(tl.float32)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)

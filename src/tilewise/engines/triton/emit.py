@@ -11,8 +11,8 @@ a load whose index provably stays inside needs no clamping, and a division of no
 from dataclasses import dataclass
 
 from tilewise.lang import Call, Derivative, Program
-from tilewise.lang.ranges import ranges
 from tilewise.lang.program import literal_value
+from tilewise.lang.ranges import ranges
 from tilewise.lang.types import Type, promote
 
 TL = {
@@ -202,7 +202,10 @@ def mask_source(writer: Writer) -> list[str]:
 
 
 def score_source(writer: Writer) -> list[str]:
-    return ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.result(0, 'f32')} + score * 0.0" if "score" not in writer.program.uses else f"    return {writer.result(0, 'f32')}"]
+    result = writer.result(0, "f32")
+    if "score" not in writer.program.uses:  # give it the scores' shape
+        result = f"tl.zeros_like(score) + {result}"
+    return ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {result}"]
 
 
 def slope_source(writer: Writer) -> list[str]:

@@ -7,7 +7,7 @@ Scores are kept in base 2: with c = log2(e), exp(s - m) = 2^(c s - c m).
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, heard, load_rows, run_of
+from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_heard, load_rows, run_of
 
 
 @triton.jit
@@ -47,25 +47,25 @@ def forward(
                 b_m, b_l, b_acc = attend(
                     b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
                     mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                    MASK, SCORE, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    MASK, SCORE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
             start, stop = run_of(tiles[2], tiles[3], run)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
                 b_m, b_l, b_acc = attend(
                     b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
                     mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                    MASK, SCORE, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    MASK, SCORE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     else:
         for i_kv in range(0, n_kv // N):
             b_m, b_l, b_acc = attend(
                 b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
                 mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                None, SCORE, False, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                None, SCORE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         for i_kv in range(n_kv // N, (n_kv + N - 1) // N):
             b_m, b_l, b_acc = attend(
                 b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
                 mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-                None, SCORE, True, DROPOUT, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                None, SCORE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
 
     i_row = i_bh.to(tl.int64) * n_q + o_q
     inside = o_q < n_q
@@ -92,7 +92,7 @@ def attend(
     b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
     mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
     MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One key tile: scores, running maximum and sum, and the weighted values."""
@@ -111,17 +111,12 @@ def attend(
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:
         b_p = drop(b_p, p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
-    b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED)
+    if MASKED and MASK is not None:
+        allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask_p, mask_i, mask_f, mask_s)
+        b_v = load_heard(p_v + first * s_v[2], s_v, allowed, n_left, N, M, DV, DV_TRUE)
+    else:
+        b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED)
     if UPCAST:
         b_v = b_v.to(tl.float32)
-    b_acc = b_acc * b_decay[:, None]
-    b_p = b_p.to(b_v.dtype)
-    if MASKED and MASK is not None:
-        anyone = heard(b_s)
-        if tl.min(anyone, 0) == 0:
-            b_acc = tl.dot(b_p, tl.where(anyone[:, None] > 0, b_v, 0.0), b_acc, input_precision=PRECISION)
-        else:
-            b_acc = tl.dot(b_p, b_v, b_acc, input_precision=PRECISION)
-    else:
-        b_acc = tl.dot(b_p, b_v, b_acc, input_precision=PRECISION)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
     return b_top, b_l, b_acc

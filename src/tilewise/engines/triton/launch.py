@@ -24,7 +24,7 @@ POINTER = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
 
-__all__ = ["Aligned", "Launch", "OutOfSharedMemory", "Request", "Strides", "parts_of", "request_of", "start"]
+__all__ = ["Aligned", "Counts", "Launch", "OutOfSharedMemory", "Request", "Strides", "parts_of", "request_of", "start"]
 
 
 class Strides(tuple[int, ...]):
@@ -46,9 +46,14 @@ class Request(NamedTuple):
     arch: int
 
 
-built = 0  # kernels compiled by this process; tests count
-loaded = 0  # kernels taken from the store
-_kernels: dict[tuple[Request, int], Kernel] = {}
+class Counts:
+    """Kernels this process compiled, and took from the store; tests count."""
+
+    built = 0
+    loaded = 0
+
+
+_kernels: dict[Any, Kernel] = {}
 _lock = threading.Lock()
 
 
@@ -72,29 +77,56 @@ def start(launch: Launch, device: torch.device) -> None:
 
         function_named(kernel)[(programs,)](**arguments, **{k: v.function() if isinstance(v, Generated) else v for k, v in constants.items()})
         return
-    request = request_of(launch, architecture(device))
     index = device.index if device.index is not None else torch.cuda.current_device()
     enter_context(index)
-    found = _kernels.get((request, index))
+    marks, values = read(arguments)
+    key = (kernel, marks, tuple(constants.values()), launch.warps, launch.stages, index)
+    found = _kernels.get(key)
     if found is None:
-        found = _load(request, index)
+        found = _load(key, request_of(launch, architecture(device)), index)
+    found.start(programs, current_stream(index), values)
+
+
+def read(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """In one pass: what of the arguments the kernel's code depends on, and their numbers in the order of its parameters."""
+    marks: list[Any] = []
     values: list[Any] = []
     for value in arguments.values():
-        _flatten(value, values)
-    found.start(programs, current_stream(device), values)
+        kind = type(value)
+        if kind is int:
+            marks.append(-(2**31) <= value < 2**31)
+            values.append(value)
+        elif kind is float:
+            values.append(value)
+        elif kind is Aligned:
+            marks.append("aligned")
+            values += value[:3]
+        elif kind is Strides:
+            marks.append("strides")
+            values += value
+        elif kind is tuple:
+            marks.append(len(value))
+            for v in value:
+                _read_inner(v, marks, values)
+        elif value is None:
+            marks.append(None)
+        else:
+            address = value.data_ptr()
+            marks.append((value.dtype, address % 16 == 0))
+            values.append(address)
+    return tuple(marks), values
 
 
-def _flatten(value: Any, into: list[Any]) -> None:
-    """Numbers of an argument in the order of the kernel's parameters; what is part of the code is left out."""
-    if isinstance(value, Tensor):
-        into.append(value.data_ptr())
-    elif isinstance(value, Aligned):
-        into.extend(value[:3])
-    elif isinstance(value, tuple):
-        for v in value:
-            _flatten(v, into)
-    elif value is not None:
-        into.append(value)
+def _read_inner(value: Any, marks: list[Any], values: list[Any]) -> None:
+    """An element of a tuple: pointers in it count as unaligned."""
+    if value is None:
+        marks.append(None)
+    elif isinstance(value, Tensor):
+        marks.append(value.dtype)
+        values.append(value.data_ptr())
+    else:
+        marks.append(-(2**31) <= value < 2**31 if type(value) is int else "float")
+        values.append(value)
 
 
 def request_of(launch: Launch, arch: int) -> Request:
@@ -138,11 +170,11 @@ def key_of(request: Request) -> str:
     return hashlib.sha256(f"{sources_digest()} {request!r}".encode()).hexdigest()
 
 
-def _load(request: Request, device: int) -> Kernel:
+def _load(key: Any, request: Request, device: int) -> Kernel:
     with _lock:
-        found = _kernels.get((request, device))
+        found = _kernels.get(key)
         if found is None:
-            found = _kernels[request, device] = _loaded(parts_of(request), request, device)
+            found = _kernels[key] = _loaded(parts_of(request), request, device)
         return found
 
 
@@ -155,7 +187,6 @@ def _loaded(parts: dict[str, bytes], request: Request, device: int) -> Kernel:
 
 def parts_of(request: Request) -> dict[str, bytes]:
     """The compiled kernel: from the store, or built and put there."""
-    global built, loaded
     key = key_of(request)
     parts = store.read(key)
     if parts is None:
@@ -166,7 +197,7 @@ def parts_of(request: Request) -> dict[str, bytes]:
 
                 parts = compiled(request)
                 store.write(key, parts)
-                built += 1
+                Counts.built += 1
                 return parts
-    loaded += 1
+    Counts.loaded += 1
     return parts

@@ -24,7 +24,7 @@ def forward(p: Problem) -> Output:
     out = like_query(p.query, p.v_dim)
     lse = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     highest = torch.empty_like(lse)
-    if p.kv_len == 0:
+    if p.query.numel() == 0 or p.key.numel() == 0:
         return _nothing_to_attend(p, out, lse, highest)
     if is_decoding(p):
         _decode(p, out, lse, highest)
@@ -51,12 +51,13 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         p = replace(p, score=replace(p.score, captures=captures))
         gradients = [torch.zeros_like(t, dtype=torch.float32) if k in wanted else t for k, t in enumerate(captures)]
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
-    delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
-    start(_sums(p, output, grad_out, grad_lse, delta), p.device)
-    if p.kv_len and p.q_len:
+    delta = torch.zeros((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    if p.query.numel() and p.key.numel():
+        start(_sums(p, output, grad_out, grad_lse, delta), p.device)
         fitted("keys", p, lambda config: _keys(p, output.lse, grad_out, delta, dk, dv, config))
         fitted("queries", p, lambda config: _queries(p, output.lse, grad_out, delta, dq, gradients, wanted, config))
     else:
+        delta = delta if grad_lse is None else delta - grad_lse
         for t in (dq, dk, dv):
             t.zero_()
     sinks = None
@@ -102,7 +103,10 @@ def _forward(p: Problem, out: Tensor, lse: Tensor, highest: Tensor, config: Conf
             **tiles.arguments, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale), **dropout_arguments(p),
             **mod_arguments(p),
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0, **size_constants(p, config), "MASKED_STAGES": config.masked_stages},
+        {
+            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
+            **size_constants(p, config), "MASKED_STAGES": config.masked_stages,
+        },
         config.warps, config.stages,
     )  # fmt: skip
 
@@ -177,7 +181,10 @@ def _keys(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, dk: Tensor, 
             **tiles.arguments, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale), **dropout_arguments(p),
             **mod_arguments(p),
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0, **size_constants(p, config), "MASKED_STAGES": config.masked_stages},
+        {
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0,
+            **size_constants(p, config), "MASKED_STAGES": config.masked_stages,
+        },
         config.warps, config.stages,
     )  # fmt: skip
 
@@ -194,7 +201,10 @@ def _queries(
             **tiles.arguments, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale), **dropout_arguments(p),
             **mod_arguments(p), "score_g": tuple(gradients),
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0, **size_constants(p, config), "MASKED_STAGES": config.masked_stages},
+        {
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": tiles.mapped,
+            "DROPOUT": p.dropout_p > 0, **size_constants(p, config), "MASKED_STAGES": config.masked_stages,
+        },
         config.warps, config.stages,
     )  # fmt: skip
 

@@ -54,13 +54,16 @@ def final_scores(
 
 
 @triton.jit
-def heard(b_s):
-    """For each column of a tile of scores, 1 if any row attends with it, else 0.
+def load_heard(p_first, s, allowed, n_left, ROWS: tl.constexpr, OTHERS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
+    """load_rows of those rows that take part in this tile at all, 0 for the others: 0 * NaN is NaN, so they must not be multiplied.
 
-    What belongs to a column that nobody attends with must be left out of products: 0 * NaN is NaN. Tiles without such columns, which
-    are most, take the plain product.
+    `allowed` broadcasts to [OTHERS, ROWS].
     """
-    return tl.where(tl.max(b_s, 0) > float("-inf"), 1, 0)
+    o_row = tl.arange(0, ROWS)
+    o_column = tl.arange(0, COLUMNS)
+    anyone = tl.max(tl.where(tl.broadcast_to(allowed, [OTHERS, ROWS]), 1, 0), 0) > 0
+    p = p_first + (o_row[:, None] * tl.cast(s[2], tl.int32) + o_column[None, :] * s[3])
+    return tl.load(p, mask=(anyone & (o_row < n_left))[:, None] & (o_column[None, :] < COLUMNS_TRUE), other=0.0)
 
 
 @triton.jit

@@ -1,0 +1,222 @@
+"""Packed sequences against a plain loop: one call of the reference per sequence."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import masks, scores
+
+LENGTHS = {
+    "equal": ([40, 40, 40], None),
+    "uneven": ([3, 70, 1, 90, 17], None),
+    "with empty ones": ([0, 30, 0, 0, 25, 0], None),
+    "one": ([33], None),
+    "none": ([], None),
+    "cross": ([5, 60, 1, 40], [70, 3, 1, 20]),
+    "cross with empty ones": ([5, 0, 20, 7], [0, 12, 30, 7]),
+}
+
+
+def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=dtype)
+
+
+def packed(q_lengths: list[int], kv_lengths: list[int], heads: int = 2, kv_heads: int = 2, extra: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((sum(q_lengths) + extra, heads, 8), (sum(kv_lengths) + extra, kv_heads, 8), (sum(kv_lengths) + extra, kv_heads, 6))
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in sizes]
+
+
+def looped(q: Tensor, k: Tensor, v: Tensor, q_lengths: list[int], kv_lengths: list[int], **options: Any) -> tuple[Tensor, Tensor]:
+    """(tokens, heads, D) and (heads, tokens), one sequence after the other; b is the sequence's number there, too."""
+    outs, lses = [q[:0, :, :1].expand(-1, -1, v.shape[2])], [q[:0, :, 0].T]
+    i = j = 0
+    for number, (m, n) in enumerate(zip(q_lengths, kv_lengths, strict=True)):
+        part = [t[None].transpose(1, 2) for t in (q[i : i + m], k[j : j + n], v[j : j + n])]
+        i, j = i + m, j + n
+        given = {name: within(number, f) for name, f in options.items() if name in ("mask", "score") and f is not None}
+        out, lse = tw.attention(*part, enable_gqa=True, return_lse=True, backend="reference", **(options | given))
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def within(number: int, given: Any) -> Any:
+    """A mask or score, or several, with b fixed to a sequence's number."""
+    if isinstance(given, list):
+        return [within(number, f) for f in given]
+    if isinstance(given, scores.Sinks):
+        return given
+    return lambda *args: given(*args[:-4], args[-4] * 0 + number, *args[-3:])
+
+
+def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...], leaves: list[Tensor]) -> None:
+    """Outputs, and gradients of both outputs together."""
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in expected]
+    every = []
+    for outputs in (found, expected):
+        kept = [(torch.where(t == -torch.inf, 0.0, t) * w).sum() for t, w in zip(outputs, weights, strict=True)]
+        every.append(torch.autograd.grad(sum(kept), leaves, allow_unused=True))
+    for one, other in zip(*every, strict=True):
+        one, other = (torch.zeros(()) if g is None else g for g in (one, other))
+        torch.testing.assert_close(one, other.expand_as(one).to(one.dtype), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_is_a_loop_over_sequences(name: str, engine: str, is_causal: bool) -> None:
+    q_lengths, kv_lengths = LENGTHS[name]
+    kv = q_lengths if kv_lengths is None else kv_lengths
+    q, k, v = packed(q_lengths, kv)
+    given = (offsets(q_lengths), None if kv_lengths is None else offsets(kv))
+    found = tw.varlen_attention(q, k, v, *given, is_causal=is_causal, return_lse=True, backend=engine)
+    assert_same(found, looped(q, k, v, q_lengths, kv, is_causal=is_causal), [q, k, v])
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1)])
+def test_packed_gqa(engine: str, heads: tuple[int, int]) -> None:
+    lengths = [3, 70, 1, 90]
+    q, k, v = packed(lengths, lengths, *heads)
+    found = tw.varlen_attention(q, k, v, offsets(lengths), enable_gqa=True, is_causal=True, return_lse=True, backend=engine)
+    assert_same(found, looped(q, k, v, lengths, lengths, is_causal=True), [q, k, v])
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference"])
+def test_masks_and_scores_see_positions_inside_their_sequence(engine: str) -> None:
+    q_lengths, kv_lengths = [5, 60, 1, 40], [70, 30, 1, 50]
+    q, k, v = packed(q_lengths, kv_lengths)
+    bias, gain = torch.randn(2, 80, dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64, requires_grad=True)
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    reach = torch.tensor([20, 5, 0, 40])
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i - j).abs() <= reach[b] + h
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * gain[b] + bias[h, j] - bias[h, i] * (i - j) / 50.0
+
+    options: dict[str, Any] = {"mask": mask, "score": [score, scores.softcap(3.0), scores.sinks(sink)], "scale": 0.4}
+    found = tw.varlen_attention(q, k, v, offsets(q_lengths), offsets(kv_lengths), return_lse=True, backend=engine, **options)
+    assert_same(found, looped(q, k, v, q_lengths, kv_lengths, **options), [q, k, v, bias, gain, sink])
+
+
+def test_masks_of_the_library() -> None:
+    lengths = [30, 70, 12]
+    q, k, v = packed(lengths, lengths)
+    for mask in (masks.causal & masks.sliding_window(9), masks.prefix_lm(4), masks.full, masks.padding(torch.tensor([10, 70, 0]))):
+        found = tw.varlen_attention(q, k, v, offsets(lengths), mask=mask, return_lse=True, backend="blocked")
+        assert_same(found, looped(q, k, v, lengths, lengths, mask=mask), [q, k, v])
+
+
+@pytest.mark.parametrize("engine", ["blocked", "reference"])
+def test_tokens_after_the_last_offset_give_zero(engine: str) -> None:
+    lengths = [30, 70]
+    q, k, v = packed(lengths, lengths, extra=50)
+    spoilt = [t.detach().clone() for t in (q, k, v)]
+    for t in spoilt:
+        t[100:] = torch.nan
+        t.requires_grad_()
+    out, lse = tw.varlen_attention(*spoilt, offsets(lengths), return_lse=True, backend=engine)
+    assert (out[100:] == 0).all() and (lse[:, 100:] == -torch.inf).all()
+    expected = looped(q, k, v, lengths, lengths)
+    torch.testing.assert_close((out[:100], lse[:, :100]), expected, rtol=1e-9, atol=1e-10)
+    for gradient in torch.autograd.grad(out.sum(), spoilt):
+        assert gradient.isfinite().all() and (gradient[100:] == 0).all()
+
+
+def test_offsets_of_either_integer() -> None:
+    lengths = [4, 9]
+    q, k, v = packed(lengths, lengths)
+    one, other = (tw.varlen_attention(q, k, v, offsets(lengths, dtype), backend="blocked") for dtype in (torch.int32, torch.int64))
+    assert torch.equal(one, other)
+
+
+def test_dropout_is_seeded() -> None:
+    lengths = [30, 70]
+    q, k, v = packed(lengths, lengths)
+    runs = ((1, "blocked"), (1, "reference"), (2, "blocked"))
+    one, other, third = (tw.varlen_attention(q, k, v, offsets(lengths), dropout_p=0.5, seed=seed, backend=engine) for seed, engine in runs)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(one, third)
+
+
+def test_no_tile_between_sequences_is_computed() -> None:
+    """32 sequences of 256 tokens: each has its own 2 x 2 tiles of 128, of 64 x 64."""
+    nested = torch.nested.nested_tensor([torch.randn(256, 1, 8) for _ in range(32)], layout=torch.jagged)
+    found = tw.explain(nested, nested, nested, layout="bshd", backend="blocked")
+    assert (found.computed_tiles, found.skipped_tiles) == (32 * 4, 64 * 64 - 32 * 4)
+    causal = tw.explain(nested, nested, nested, layout="bshd", is_causal=True, backend="blocked")
+    assert causal.computed_tiles == 32 * 3
+    assert found.flops == 2 * 16 * 32 * 256 * 256
+
+
+# -- nested tensors --------------------------------------------------------------------------------------------------
+
+
+def nested(lengths: list[int], layout: str, heads: int = 2, dim: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The packed tokens (a leaf) and a jagged view of them in the layout."""
+    tokens = torch.randn(sum(lengths), heads, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+    jagged = torch.nested.nested_tensor_from_jagged(tokens, offsets(lengths, torch.int64))
+    return tokens, jagged if layout == "bshd" else jagged.transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("engine", ["blocked", "reference"])
+def test_nested_is_packed(layout: str, engine: str) -> None:
+    lengths, kv_lengths = [3, 70, 1, 90], [10, 4, 20, 30]
+    (q, nested_q), (k, nested_k), (v, nested_v) = (
+        nested(n, layout, heads, dim, seed) for seed, (n, heads, dim) in enumerate(((lengths, 4, 8), (kv_lengths, 2, 8), (kv_lengths, 2, 6)))
+    )
+    options: dict[str, Any] = {"mask": masks.sliding_window(20), "score": scores.softcap(2.0)}
+    out = tw.attention(nested_q, nested_k, nested_v, layout=layout, enable_gqa=True, backend=engine, **options)
+    assert out.is_nested and out.layout == torch.jagged and out.shape[0] == 4
+    values = (out if layout == "bshd" else out.transpose(1, 2)).values()
+    expected, _ = looped(q, k, v, lengths, kv_lengths, **options)
+    assert_same((values,), (expected,), [q, k, v])
+
+
+def test_nested_of_torchs_own_making() -> None:
+    parts = [torch.randn(n, 2, 8) for n in (5, 9, 1)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    out = tw.attention(jagged, jagged, jagged, layout="bshd", is_causal=True)
+    for part, found in zip(parts, out.unbind(), strict=True):
+        expected = tw.attention(*[part[None]] * 3, layout="bshd", is_causal=True, backend="reference")
+        torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-5)
+    out.values().sum().backward()
+    assert jagged.grad is not None and jagged.grad.is_nested
+
+
+BAD_NESTED: dict[str, Any] = {
+    "return_lse is not available for nested tensors": lambda n, d: tw.attention(n, n, n, layout="bshd", return_lse=True),
+    "take layout 'bhsd' or 'bshd', got 'sbhd'": lambda n, d: tw.attention(n, n, n, layout="sbhd"),
+    "key must be a 4-D nested tensor with layout=torch.jagged": lambda n, d: tw.attention(n, d, d, layout="bshd"),
+    "query must be a 4-D nested tensor with layout=torch.jagged": lambda n, d: tw.attention(d, n, n, layout="bshd"),
+    "take a mask function or a mask of tilewise.masks": lambda n, d: tw.attention(n, n, n, layout="bshd", mask=torch.ones(14, 14, dtype=torch.bool)),
+    "query has 1 sequences, key and value have 2": lambda n, d: tw.attention(nested([14], "bshd")[1], n, n, layout="bshd"),
+    "key and value must have the same sequence lengths": lambda n, d: tw.attention(n, n, nested([9, 5], "bshd")[1], layout="bshd"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_NESTED)
+def test_bad_nested_input(message: str) -> None:
+    with pytest.raises(tw.InputError, match=message):
+        BAD_NESTED[message](nested([5, 9], "bshd")[1], torch.randn(2, 9, 2, 8, dtype=torch.float64))
+
+
+def test_a_map_or_tensor_is_no_mask_of_packed_sequences() -> None:
+    q, k, v = packed([5, 9], [5, 9])
+    for mask in (tw.tile_map(masks.causal, q_len=14, kv_len=14), torch.ones(14, 14)):
+        with pytest.raises(tw.InputError, match="positions inside each sequence"):
+            tw.varlen_attention(q, k, v, offsets([5, 9]), mask=mask)
+
+
+def test_tokens_must_have_three_dimensions() -> None:
+    q = torch.randn(1, 2, 9, 8)
+    with pytest.raises(tw.InputError, match=r"query must be \(tokens, heads, head dim\), got shape \(1, 2, 9, 8\)"):
+        tw.varlen_attention(q, q, q, offsets([9]))

@@ -1,0 +1,121 @@
+"""Building ahead without a GPU: every kernel for every architecture, once; what the command line makes of it."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import masks, scores, store
+from tilewise.engines.triton import MISSING
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(store.VARIABLE, str(tmp_path_factory.mktemp("kernels") / "store"))
+        yield
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_causal_kernels_compile_and_a_second_build_does_nothing(arch: str, dim: int) -> None:
+    first = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
+    assert first.wanted == 4 and first.compiled >= 4  # one that does not fit is compiled again, smaller
+    second = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
+    assert (second.wanted, second.compiled) == (4, 0)
+
+
+def test_a_learned_score_and_decoding_compile() -> None:
+    table = torch.zeros(2, 65, requires_grad=True)
+    seen: list[tuple[int, int]] = []
+    report = tw.build_kernels(
+        [masks.neighborhood((64, 64), 7)], [scores.relative_bias(table)], [64], ["fp16"], "sm_90", decode=True, progress=lambda d, n, _: seen.append((d, n))
+    )
+    assert report.wanted == 6 and seen[-1] == (6, 6)
+
+
+def test_other_windows_need_no_other_kernel() -> None:
+    def build(window: int) -> tw.building.BuildReport:
+        return tw.build_kernels([masks.causal & masks.sliding_window(window)], head_dims=[64], arch="sm_90", backward=False)
+
+    build(100)
+    assert build(3000).compiled == 0
+
+
+def test_kernels_hold_no_large_spills() -> None:
+    """Registers that overflow to memory make a kernel slow; a few bytes are ptxas's own."""
+    from triton.backends import nvidia
+
+    from tilewise.building import _problem
+    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton.launch import parts_of, request_of
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    for dim in (64, 128):
+        problem = _problem(masks.causal, None, dim, torch.bfloat16, 4096)
+        for launches in (*ahead.forward_launches(problem), *ahead.backward_launches(problem, frozenset())):
+            launch = launches()[0]
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(parts_of(request_of(launch, 90))["cubin"])
+                file.flush()
+                usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+            stack = int(re.search(r"STACK:(\d+)", usage).group(1))  # type: ignore[union-attr]
+            assert stack <= 96, f"{launch.kernel} D{dim}: {stack} bytes of spills"
+
+
+def test_mistakes_say_what_to_do() -> None:
+    with pytest.raises(tw.InputError, match="sm_80"):
+        tw.build_kernels(arch="sm_70")
+    with pytest.raises(tw.InputError, match="bf16, fp16, fp32"):
+        tw.build_kernels(dtypes=["int8"], arch="sm_90")
+    with pytest.raises(tw.InputError, match="which architecture"):
+        tw.build_flex_attention_kernels()
+
+
+def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines.triton import build
+
+    def fail(request: object) -> dict[str, bytes]:
+        raise RuntimeError("ptxas fell over")
+
+    monkeypatch.setattr(build, "compiled", fail)
+    with pytest.raises(tw.BackendError, match="Could not compile flex_attention kernels: RuntimeError: ptxas fell over"):
+        tw.build_kernels([lambda b, h, q, kv: q * 3 >= kv * 2], head_dims=[64], arch="sm_90")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tilewise", *words], capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "my_masks.py"
+    file.write_text("def my_mask(b, h, q, kv):\n    return (q >= kv) & (q - kv < 100)\n")
+    words = ("build", f"{file}:my_mask", "--arch", "sm_90", "--head-dim", "64", "--dtype", "bf16", "--forward-only")
+    assert "already there" in run(*words).stdout
+    assert ": 0 compiled" in run(*words).stdout
+    archive = tmp_path / "kernels.zip"
+    assert "written to" in run("cache", "export", str(archive)).stdout
+    assert run("cache", "verify").returncode == 0
+    assert "removed" in run("cache", "clear").stdout
+    assert ": 0 kernels" in run("cache", "info").stdout
+    assert run("cache", "import", str(archive)).returncode == 0
+    assert ": 0 compiled" in run(*words).stdout
+    missing = run("build", f"{file}:no_mask", "--arch", "sm_90")
+    assert missing.returncode == 2 and "my_mask" in missing.stdout
+
+
+def test_the_doctor() -> None:
+    report = run("doctor", "--json")
+    findings = {f["what"]: f for f in json.loads(report.stdout)}
+    assert report.returncode == 0
+    assert findings["blocked on cpu"]["status"] == "ok" and "agrees with the reference" in findings["blocked on cpu"]["detail"]
+    assert findings["triton on cpu"]["status"] == "note" and "CUDA" in findings["triton on cpu"]["detail"]
+    assert "blocked on cpu" in run("doctor").stdout

@@ -1,0 +1,100 @@
+"""What `import tilewise` costs and brings along, and which module may import which."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilewise
+
+ROOT = Path(tilewise.__file__).parent
+
+# Each may import those before it, and itself. Inside a package imports are free.
+ORDER = [
+    "errors", "_version", "lang", "masks", "scores", "tiles", "problem", "plan", "store", "engines", "dispatch", "packing", "attention",
+    "explanation", "building", "block_mask", "flex", "functional", "ragged", "__init__", "integrations", "demo", "doctor", "commands", "cli", "__main__",
+]  # fmt: skip
+
+# -- a fresh process -------------------------------------------------------------------------------------------------
+
+MILLISECONDS = 50  # what importing tilewise may add to importing torch
+NOISE = 3  # processors of continuous integration, shared with others, may take this many times as long
+PROBE = """
+import json, sys, time
+import torch
+sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
+before = set(sys.modules)
+start = time.process_time()  # a busy machine does not count
+import tilewise
+took = time.process_time() - start
+print(json.dumps([1000 * took, sorted(set(sys.modules) - before)]))
+"""
+
+
+def fresh_import(cache: Path) -> tuple[float, list[str]]:
+    """Milliseconds, and the modules that came with it. Bytecode is kept in `cache`, as it would be where tilewise is installed."""
+    ran = subprocess.run([sys.executable, "-c", PROBE, str(cache)], capture_output=True, text=True, check=True, timeout=300)
+    took, modules = json.loads(ran.stdout.splitlines()[-1])
+    return took, modules
+
+
+def test_import_is_quick_and_brings_nothing_else(tmp_path: Path) -> None:
+    runs = [fresh_import(tmp_path)]  # the first writes the bytecode
+    while len(runs) < 6 and (len(runs) == 1 or runs[-1][0] > MILLISECONDS):
+        runs.append(fresh_import(tmp_path))
+    best = min(took for took, _ in runs[1:])
+    print(f"import tilewise: {best:.0f} ms on top of import torch")
+    foreign = {name.split(".")[0] for name in runs[0][1]} - {"tilewise"} - set(sys.stdlib_module_names)
+    assert foreign <= {"torch"}, f"import tilewise also imports {sorted(foreign - {'torch'})}"
+    heavy = [name for name in runs[0][1] if name.startswith(("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension"))]
+    assert not heavy, f"import tilewise also imports {heavy}"
+    assert best < MILLISECONDS * NOISE, f"import tilewise took {best:.0f} ms at best"
+
+
+# -- the import order ------------------------------------------------------------------------------------------------
+
+
+def imports_of(path: Path) -> set[str]:
+    """The names below `tilewise` a file imports, anywhere in it; "__init__" is the package itself."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for name in (alias.name.split(".") for alias in node.names):
+                if name[0] == "tilewise":
+                    found.add(name[1] if len(name) > 1 else "__init__")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the order"
+            module = (node.module or "").split(".")
+            if module[0] == "tilewise":
+                found |= {module[1]} if len(module) > 1 else {n for alias in node.names if (n := module_or_package(alias.name))}
+    return found
+
+
+def module_or_package(name: str) -> str:
+    """`from tilewise import x`: x itself if it is a module, else the package that holds it."""
+    return name if (ROOT / f"{name}.py").exists() or (ROOT / name).is_dir() else "__init__"
+
+
+def place_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_import_order(path: Path) -> None:
+    place = place_of(path)
+    assert place in ORDER, f"{place} has no place in the import order: add it to ORDER in {Path(__file__).name}"
+    for name in imports_of(path) - {place}:
+        assert name in ORDER, f"{path.name} imports {name}, which has no place in the import order"
+        assert ORDER.index(name) < ORDER.index(place), f"{path.relative_to(ROOT)} imports {name}, which comes after {place} in the import order"
+
+
+def test_the_order_is_read_from_functions_too(tmp_path: Path) -> None:
+    source = tmp_path / "example.py"
+    source.write_text("import tilewise\nfrom tilewise import masks, attention, TileMap\ndef f():\n    from tilewise.engines.blocked import Walk\n")
+    assert imports_of(source) == {"__init__", "masks", "attention", "engines"}
