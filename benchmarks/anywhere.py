@@ -7,7 +7,6 @@ tile maps and masks are built; a dense mask or bias that SDPA needs is made befo
 import gc
 import os
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,7 +86,7 @@ ENGINES = ("blocked", "auto", "sdpa", "flex", "compiled")
 NAMES = {"blocked": "tilewise blocked", "auto": "tilewise auto", "sdpa": "torch SDPA", "flex": "torch flex, eager", "compiled": "torch flex, compiled"}
 
 
-def forward_of(engine: str, case: Case, length: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+def forward_of(engine: str, case: Case, length: int, dtype: torch.dtype) -> partial[Tensor] | None:
     """f(query, key, value) of this engine; None where it cannot express the case."""
     mask = None if case.mask is None else case.mask(length)
     if engine in ("blocked", "auto"):
@@ -116,29 +115,30 @@ def dense_bias(case: Case, mask: Any, length: int, dtype: torch.dtype) -> Tensor
     return bias.masked_fill(~allowed, -torch.inf).to(dtype)[None]
 
 
-def measure(engine: str, which: int, length: int, dtype: str, threads: int) -> dict[str, Any]:
-    """Run in a process of its own: forward and backward milliseconds, or why there are none."""
+def measure(engine: str, length: int, dtype: str, threads: int) -> list[dict[str, Any]]:
+    """Run in a process of its own: for every case, forward and backward milliseconds, or why there are none."""
     torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
-    case, generator = CASES[which], torch.Generator().manual_seed(0)
-    inputs = [torch.randn((1, HEADS, length, HEAD_DIM), generator=generator).to(DTYPES[dtype]) for _ in range(3)]
-    forward = forward_of(engine, case, length, DTYPES[dtype])
-    if forward is None:
-        return {}
+    return [measure_case(engine, case, length, DTYPES[dtype]) for case in CASES]
+
+
+def measure_case(engine: str, case: Case, length: int, dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn((1, HEADS, length, HEAD_DIM), generator=generator).to(dtype) for _ in range(4))
     found: dict[str, Any] = {}
-    if engine == "auto":
-        mask = None if case.mask is None else case.mask(length)
-        found["engine"] = tw.explain(*inputs, mask=mask, score=case.score).engine
-    with torch.no_grad():
-        found["forward"] = milliseconds(lambda: forward(*inputs), least=3)
-    if engine == "compiled":
-        return found
-    leaves = [t.requires_grad_() for t in inputs]
-    grad = torch.randn(inputs[0].shape, generator=generator).to(DTYPES[dtype])
     try:
-        out = forward(*leaves)
-        found["backward"] = milliseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), least=3)
-    except (NotImplementedError, RuntimeError) as error:
+        forward = forward_of(engine, case, length, dtype)
+        if forward is None:
+            return {"refused": "it has no argument for it"}
+        with torch.no_grad():
+            found["forward"] = milliseconds(lambda: forward(query, key, value), seconds=0.5, least=3)
+        if engine == "auto":
+            found["engine"] = tw.explain(query, key, value, mask=forward.keywords["mask"], score=case.score).engine
+        if engine != "compiled":
+            leaves = [t.requires_grad_() for t in (query, key, value)]
+            out = forward(*leaves)
+            found["backward"] = milliseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), seconds=0.5, least=3)
+    except Exception as error:  # whatever a peer cannot do is reported, not hidden
         found["refused"] = str(error).splitlines()[0]
     return found
 
@@ -159,31 +159,34 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 def side_by_side(watch: Watch, options: Any) -> list[str]:
     engines = [e for e in ENGINES if e != "compiled" or options.compiled]
-    refusals, chosen = {}, set()
-    sections = []
+    sections, chosen, refused = [], Lists(), Lists()
     for dtype in DTYPES:
         for length in LENGTHS:
+            results = {}
+            for engine in engines:
+                progress(f"{dtype}, {length} tokens: {NAMES[engine]}")
+                results[engine] = watch.measure("measure", engine, length, dtype, options.threads)
             rows = []
             for which, case in enumerate(CASES):
-                results = {}
+                found = {engine: results[engine][which] for engine in engines}
+                rows.append([case.name, *[cell(found[e]) for e in engines], ratios(found["auto"], found["sdpa"]), ratios(found["auto"], found["flex"])])
+                chosen.add(found["auto"].get("engine"), f"{case.name} {dtype}")
                 for engine in engines:
-                    progress(f"{dtype} {length} {case.name}: {NAMES[engine]}")
-                    try:
-                        results[engine] = watch.measure("measure", engine, which, length, dtype, options.threads)
-                    except Exception as error:
-                        results[engine] = {}
-                        refusals[NAMES[engine]] = str(error).strip().splitlines()[-1]
-                    if "refused" in results[engine]:
-                        refusals[f"{NAMES[engine]}, backward"] = results[engine]["refused"]
-                chosen.add(f"{case.name} {dtype}: {results['auto'].get('engine')}")
-                best = results["auto"]
-                rows.append([case.name, *[cell(results[e]) for e in engines], ratios(best, results["sdpa"]), ratios(best, results["flex"])])
-            header = [f"{dtype}, {length} tokens", *[NAMES[e] for e in engines], "SDPA : auto", "flex : auto"]
-            sections.append(table(header, rows))
-    sections.append("Engines that `auto` chose: " + "; ".join(sorted(chosen)) + ".")
-    if refusals:
-        sections.append("What could not be measured:\n\n" + "\n".join(f"- {name}: {reason}" for name, reason in refusals.items()))
-    return sections
+                    way = "backward" if "forward" in found[engine] else case.name
+                    refused.add(found[engine].get("refused"), f"{NAMES[engine]}, {way}")
+            sections.append(table([f"{dtype}, {length} tokens", *[NAMES[e] for e in engines], "SDPA : auto", "flex : auto"], rows))
+    return [*sections, "Engines that `auto` chose:\n\n" + str(chosen), "What has no number:\n\n" + str(refused)]
+
+
+class Lists(dict[str, dict[str, None]]):
+    """What belongs to each key, in the order in which it came."""
+
+    def add(self, key: str | None, value: str) -> None:
+        if key is not None:
+            self.setdefault(key, {})[value] = None
+
+    def __str__(self) -> str:
+        return "\n".join(f"- {key}: {'; '.join(values)}" for key, values in self.items())
 
 
 def main() -> None:

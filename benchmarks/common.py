@@ -1,7 +1,6 @@
 """What the benchmarks share: what they ran on, how long and how much memory something takes, tables, saved results."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # runs fro
 
 MIB = 2**20
 QUIET = 0.15  # cores in use elsewhere that do not disturb
-PATIENCE, TRIES = 900, 3  # seconds to wait for quiet, in all; how often a disturbed measurement is made
+PATIENCE, TRIES = 120, 3  # seconds to wait for quiet, in all; how often a disturbed measurement is made
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -109,7 +108,7 @@ class Watch:
         noisy = sum(cores > QUIET for cores in self.disturbed)
         if not noisy:
             return f"No other process used more than {QUIET:.0%} of a core during any of the {len(self.disturbed)} measurements."
-        return f"Other processes used up to {max(self.disturbed):.1f} cores during {noisy} of the {len(self.disturbed)} measurements, which lengthens them."
+        return f"Other processes used up to {max(self.disturbed):.1f} cores during {noisy} of the {len(self.disturbed)} measurements, which may lengthen them."
 
 
 def _busy_elsewhere() -> float:
@@ -135,16 +134,10 @@ def arguments(description: str, *flags: tuple[str, str]) -> argparse.Namespace:
 
 def machine(threads: int) -> str:
     """One line on what the numbers were measured on."""
-    tilewise = importlib.metadata.version("tilewise") if _installed("tilewise") else "from source"
-    return f"tilewise {tilewise}, torch {torch.__version__}, Python {platform.python_version()}, {_cpu()}, {os.cpu_count()} cores, {threads} threads"
+    import tilewise
 
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    versions = f"tilewise {tilewise.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{versions}, {_cpu()}, {os.cpu_count()} cores, {threads} threads"
 
 
 def _cpu() -> str:
@@ -185,4 +178,4 @@ def time_text(ms: float) -> str:
 
 
 def memory_text(size: int) -> str:
-    return f"{size / MIB:.0f} MiB" if size >= 10 * MIB else f"{size / MIB:.1f} MiB"
+    return f"{size / MIB:.0f} MiB" if size >= MIB else "below 1 MiB"

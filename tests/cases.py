@@ -85,7 +85,7 @@ class Draw:
         """`dtype` where it is not the case's own."""
         stored = self.stored if dtype is None else dtype
         computed = self.computed if dtype is None or self.computed == torch.float64 else dtype
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(stored).to(computed).to(self.device)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu").to(stored).to(computed).to(self.device)
 
     def learned(self, *shape: int, dtype: torch.dtype | None = None, size: float = 1.0) -> Tensor:
         leaf = (self.normal(*shape, dtype=dtype) * size).detach().requires_grad_()
@@ -93,10 +93,10 @@ class Draw:
         return leaf
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        return torch.randint(0, high, shape, generator=self.generator).to(self.device)
+        return torch.randint(0, high, shape, generator=self.generator, device="cpu").to(self.device)
 
     def coins(self, *shape: int, chance: float = 0.6) -> Tensor:
-        return (torch.rand(shape, generator=self.generator) < chance).to(self.device)
+        return (torch.rand(shape, generator=self.generator, device="cpu") < chance).to(self.device)
 
     def tensor(self, values: Any, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -186,8 +186,9 @@ def make(case: Case, stored: torch.dtype, computed: torch.dtype, device: str = "
     grad_view = STRIDES[case.grad_strides]
     grad_out = grad_view.view(draw.normal(*grad_view.stored(out_shape)), out_shape)
     grad_lse = draw.normal(*out_shape[:3], dtype=torch.float64 if stored == torch.float64 else torch.float32)
-    masking = Masking(None) if case.mask is None else case.mask(draw)
-    score = [] if case.score is None else case.score(draw)
+    with torch.device(device):  # plain PyTorch wants what a mask or score captures beside the indices; an engine would move it there
+        masking = Masking(None) if case.mask is None else case.mask(draw)
+        score = [] if case.score is None else case.score(draw)
     return Inputs(draw, tensors[0], tensors[1], tensors[2], masking, score, grad_out, grad_lse, draw.leaves)
 
 
@@ -358,7 +359,8 @@ def ignores_score(draw: Draw) -> list[Any]:
 
 
 def in_float32(draw: Draw) -> list[Any]:
-    return [scores.alibi(draw.learned(draw.case.heads, dtype=torch.float32, size=0.0625))]
+    table = draw.learned(draw.case.heads, draw.case.kv[2], dtype=torch.float32)
+    return [lambda s, b, h, q, kv: s + table[h, kv]]
 
 
 def frozen(draw: Draw) -> list[Any]:
@@ -392,6 +394,8 @@ LAYOUTS = [
     Case("layout flat", layout="flat", native=True),
     Case("layout flat, gqa, other V", layout="flat", heads=4, kv_heads=2, v_dim=8, mask=CAUSAL, native=True),
     Case("layout sbhd, gqa, other V", layout="sbhd", heads=4, kv_heads=2, v_dim=8, kv_len=50, mask=CAUSAL),
+    Case("layout bshd, lse", layout="bshd", through=("out", "lse"), mask=CAUSAL),
+    Case("layout flat, lse", layout="flat", through=("lse",)),
     Case("layout hbsd, batch of 1 in K and V", layout="hbsd", batch=3, kv_batch=1),
 ]
 HEADS = [
@@ -478,7 +482,7 @@ MASKS = [
     Case("marked global tokens", mask=made(lambda draw: masks.global_tokens(draw.coins(150, chance=0.05)) | masks.sliding_window(8)), **LONG),
     Case("shared prefix", mask=made(lambda draw: masks.shared_prefix([50, 30, 40, 30], [0, 0, 0, 3])), **LONG),
     Case("block diffusion", mask=function(masks.block_diffusion(75, 10)), **LONG),
-    Case("tree", mask=function(masks.tree([-1, 0, 0, 1, 1, 2], prefix=20)), q_len=6, kv_len=26),
+    Case("tree", mask=made(lambda draw: masks.tree([-1, 0, 0, 1, 1, 2], prefix=20)), q_len=6, kv_len=26),
     Case("neighborhood", mask=function(masks.neighborhood(150, 9)), **LONG),
     Case("neighborhood 2-D", mask=function(masks.neighborhood((10, 15), (3, 5))), **LONG),
     Case("neighborhood 3-D", mask=function(masks.neighborhood((5, 5, 6), (3, 3, 2))), **LONG),

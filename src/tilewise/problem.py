@@ -141,7 +141,7 @@ def make_problem(
         tiles=_same_device(reading.tiles, query.device),
         score=_on_device(program, query.device),
         sinks=check_sinks(sinks, query),
-        scale=1.0 / math.sqrt(query.shape[3]) if options.scale is None else options.scale,
+        scale=1.0 / math.sqrt(query.shape[3]) if options.scale is None else check_scale(options.scale),
         dropout_p=check_dropout(options.dropout_p),
         seed=seed_tensor(options.seed, options.dropout_p),
         deterministic=torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic,
@@ -284,6 +284,12 @@ def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:
     if sinks[0].shape != (query.shape[1],):
         raise InputError(f"sinks must have one logit per query head: {query.shape[1]}, got shape {tuple(sinks[0].shape)}")
     return sinks[0].to(query.device)
+
+
+def check_scale(scale: Any) -> float:
+    if isinstance(scale, Tensor):  # its gradient would be lost
+        raise InputError("scale must be a number, got a tensor; a learned scale is a score: score=lambda s, b, h, q, kv: s * scale")
+    return scale
 
 
 def check_dropout(p: float) -> float:

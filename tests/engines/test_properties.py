@@ -71,11 +71,11 @@ def negated(part: Part) -> Part:
     return Part(f"~{part.text}", build)
 
 
-MASKS = st.recursive(
-    ATOMS,
-    lambda inner: st.one_of(st.tuples(inner, inner).map(joined("&")), st.tuples(inner, inner).map(joined("|")), inner.map(negated)),
-    max_leaves=4,
-)
+def combined(inner: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
+    return st.one_of(st.tuples(inner, inner).map(joined("&")), st.tuples(inner, inner).map(joined("|")), inner.map(negated))
+
+
+MASKS = st.recursive(ATOMS, combined, max_leaves=4)
 
 # -- scores ----------------------------------------------------------------------------------------------------------
 

@@ -163,6 +163,17 @@ def test_the_scope_reaches_a_compiled_function(ran: list[str]) -> None:
     assert ran[0] == ran[2] and ran[1] == "reference" and ran[3] != "reference" and len(ran) == 4
 
 
+def test_export() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tw.attention(q, k, v, mask=masks.causal, score=scores.softcap(2.0), backend="blocked")
+
+    length = torch.export.Dim("length", min=2, max=1000)
+    exported = torch.export.export(Layer(), tuple(t.detach() for t in tensors()), dynamic_shapes=({2: length},) * 3)
+    longer = tensors(1, 2, 77, 8)
+    assert_equal(exported.module()(*longer), Layer()(*longer))
+
+
 # -- autocast --------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +198,15 @@ def test_autocast_keeps_the_score_precise() -> None:
     expected, expected_lse = tw.attention(*(t.bfloat16() for t in inputs), score=score, return_lse=True, backend="blocked")
     assert_equal((out, lse), (expected, expected_lse))
     assert lse.dtype == torch.float32
+
+
+def test_autocast_of_a_compiled_function() -> None:
+    inputs = tensors()
+    compiled = torch.compile(COMPILED["masks"], fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = compiled(*inputs), COMPILED["masks"](*inputs)
+    assert_equal(out, expected)
+    assert_equal(gradients(out, inputs), gradients(expected, inputs))
 
 
 def test_autocast_joins_mixed_dtypes() -> None:

@@ -166,7 +166,8 @@ def test_derivatives_are_autograds(tree: Any, seed: int) -> None:
     assert_derives_as_autograd(call, inputs)
 
 
-X = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+X = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
+TENTHS = torch.full((5,), 0.1, dtype=torch.float64, requires_grad=True)  # of which whole numbers are not quite multiples
 TIES = {
     "minimum": lambda s, b, h, q, kv: torch.minimum(s, X[q]),
     "maximum": lambda s, b, h, q, kv: torch.maximum(X[q], X[kv - 2]),
@@ -189,7 +190,7 @@ TIES = {
     "through float32": lambda s, b, h, q, kv: s.float() * 0.25 + s,
     "remainder of number": lambda s, b, h, q, kv: 5.5 % (s + 10),
     "remainder of score": lambda s, b, h, q, kv: s % 1.5 + s % (X[q] + 3),
-    "remainder by a tenth": lambda s, b, h, q, kv: (s * 0.1) % (X[q] * 0.0 + 0.1),
+    "remainder by a tenth": lambda s, b, h, q, kv: (s + 0.5) % TENTHS[q],
     "floor division": lambda s, b, h, q, kv: s // 1.5 + 5 // (s + 10) + s * 2,
     "rounded": lambda s, b, h, q, kv: torch.round(s * 0.7) + torch.floor(X[q]) + s,
     "through integers": lambda s, b, h, q, kv: s.long() * 0.1 + s,
@@ -198,7 +199,6 @@ TIES = {
 
 @pytest.mark.parametrize("name", TIES)
 def test_derivatives_at_ties_and_corners_are_autograds(name: str) -> None:
-    X.requires_grad_()
     whole = scores(torch.float64).round()
     assert_derives_as_autograd(trace_score((TIES[name],), torch.float64), grid() | {"score": whole})
 

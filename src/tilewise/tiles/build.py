@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -100,9 +100,9 @@ def build(call: Call, geometry: Geometry) -> tuple[Runs, Runs]:
 
 class _Builder:
     def __init__(self, call: Call, geometry: Geometry) -> None:
-        self.call = call
         self.geometry = geometry
         self.device = device_of(call)
+        self.call = replace(call, captures=tuple(t.to(self.device) for t in call.captures))
         self.grain = ON_CPU if self.device.type == "cpu" else ON_GPU
         self.bounds = Bounds(call, self.device)
         self.partial, self.full = Pile(self.device), Pile(self.device)

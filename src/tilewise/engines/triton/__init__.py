@@ -16,6 +16,7 @@ from tilewise.engines.base import Engine, Gradients, Output
 from tilewise.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LEAST_TILE = 16  # rows or keys that a product needs
 OLDEST_GPU = (8, 0)
 OLDEST_TRITON = (3, 3)
 
@@ -35,6 +36,12 @@ class TritonEngine(Engine):
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
         if problem.dtype not in DTYPES:
             return f"it computes in float16, bfloat16 and float32, got {problem.dtype}"
+        if problem.tiles is not None and problem.tiles.given:
+            tile = problem.tiles.tile
+            if any([side % LEAST_TILE for side in tile]):
+                return f"it needs given tiles that are multiples of {LEAST_TILE}, got {tile}"
+            if problem.mask is not None and (problem.q_len % tile[0] or problem.kv_len % tile[1]):
+                return f"it needs lengths that given tiles with a mask inside divide, got {problem.q_len} and {problem.kv_len} for tiles of {tile}"
         if problem.deterministic and problem.score is not None and any([t.requires_grad for t in problem.score.captures]):
             return "it adds up gradients of captured tensors atomically, which is not deterministic"
         return None

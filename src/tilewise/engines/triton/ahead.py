@@ -27,7 +27,7 @@ def forward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
 def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], list[Launch]]]:
     out = like_query(p.query, p.v_dim)
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
-    gradients = [] if p.score is None else [torch.empty_like(t, dtype=torch.float32) if k in wanted else t for k, t in enumerate(p.score.captures)]
+    gradients = run.gradient_buffers(p, wanted)
     return [
         lambda: [run._sums(p, Output(out, rows, rows), out, None, rows)],
         _steps("keys", p, lambda config: run._keys(p, rows, out, rows, p.key, p.value, config)),

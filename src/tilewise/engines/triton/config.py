@@ -1,5 +1,6 @@
 """Tile sizes, warps and pipeline stages, by kernel, dtype and head dim; an over-budget choice steps down by itself."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -33,12 +34,18 @@ def padded(size: int) -> int:
 
 def choose(kernel: str, p: Problem) -> Config:
     if interpreted():
-        return SMALL
-    width = max(padded(p.head_dim), padded(p.v_dim))
-    config = next(c for largest, c in TABLES[kernel].items() if width <= largest)
-    if p.dtype == torch.float32:  # twice the bytes, and products on plain arithmetic units
-        return config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
-    return config
+        config = SMALL
+    else:
+        width = max(padded(p.head_dim), padded(p.v_dim))
+        config = next(c for largest, c in TABLES[kernel].items() if width <= largest)
+        if p.dtype == torch.float32:  # twice the bytes, and products on plain arithmetic units
+            config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
+    return config if p.tiles is None or not p.tiles.given else within(config, p.tiles.tile)
+
+
+def within(config: Config, tile: tuple[int, int]) -> Config:
+    """The configuration with tiles that divide the given ones, which must not be mixed with their neighbours."""
+    return config._replace(m=math.gcd(config.m, tile[0]), n=math.gcd(config.n, tile[1]))
 
 
 def smaller(config: Config) -> Config | None:

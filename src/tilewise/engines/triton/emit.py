@@ -35,6 +35,10 @@ TEXT = {
     "silu": "({0} * tl.sigmoid({0}))", "relu": "tl.maximum({0}, 0, tl.PropagateNan.ALL)",
 }  # fmt: skip
 
+FUNCTIONS = {
+    "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "silu", "pow", "div", "floordiv", "mod", "floor", "ceil", "round", "trunc",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -119,6 +123,8 @@ class Writer:
             computed = type.dtype
         if computed == "i64" and all(self.ranges[a].within(-SMALL, SMALL) for a in args) and (type.is_bool or dtype == "i32"):
             computed = "i32"
+        if computed in ("f16", "bf16") and name in FUNCTIONS:  # torch computes these in float32, and Triton has no others
+            computed = "f32"
         operands = [self._cast(a, computed) for a in args]
         text = self._special(name, args, operands, computed)
         if text is None:
@@ -226,10 +232,10 @@ def scatter_source(writer: Writer, derivative: Derivative) -> list[str]:
             lines.append(f"    x{n} = tl.sum(x{n}, 0, keep_dims=True)")
         address = writer.address("g", site.slot, indices)
         if varies.isdisjoint({"q", "kv"}):
-            lines.append(f"    tl.atomic_add({address}, tl.sum(tl.sum(x{n}, 1), 0), sem='relaxed')")
+            lines.append(f"    tl.atomic_add({address}, tl.sum(tl.sum(x{n}, 1), 0).to(g[{site.slot}].dtype.element_ty), sem='relaxed')")
             continue
         mask = mask if {"q", "kv"} <= varies else ""
-        lines.append(f"    tl.atomic_add({address}, x{n}{mask}, sem='relaxed')")
+        lines.append(f"    tl.atomic_add({address}, x{n}.to(g[{site.slot}].dtype.element_ty){mask}, sem='relaxed')")
     return lines
 
 

@@ -33,6 +33,14 @@ def forward(p: Problem) -> Output:
     return Output(out, lse, highest)
 
 
+def gradient_buffers(p: Problem, wanted: frozenset[int]) -> list[Tensor]:
+    """Where the shares of the captures' gradients are added up, with more digits than they have; others stand in as they are."""
+    if p.score is None:
+        return []
+    wide = torch.float64 if p.dtype == torch.float32 else torch.float32
+    return [torch.zeros_like(t, dtype=wide) if k in wanted else t for k, t in enumerate(p.score.captures)]
+
+
 def _decode(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> None:
     shares: list[Splits] = []
 
@@ -49,7 +57,7 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
     if p.score is not None:
         captures = tuple(t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures))
         p = replace(p, score=replace(p.score, captures=captures))
-        gradients = [torch.zeros_like(t, dtype=torch.float32) if k in wanted else t for k, t in enumerate(captures)]
+        gradients = gradient_buffers(p, wanted)
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
     delta = torch.zeros((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     if p.query.numel() and p.key.numel():
@@ -76,7 +84,8 @@ _fitting: dict[Any, Config] = {}
 def fitted(kernel: str, p: Problem, make: Callable[[Config], Launch]) -> None:
     """Start a kernel with the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
     score = "" if p.score is None else p.score.program.text
-    key = (kernel, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, p.device)
+    tile = None if p.tiles is None else p.tiles.tile
+    key = (kernel, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
     config: Config | None = _fitting.get(key) or choose(kernel, p)
     while config is not None:
         try:
