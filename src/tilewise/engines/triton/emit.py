@@ -36,7 +36,8 @@ TEXT = {
 }  # fmt: skip
 
 FUNCTIONS = {
-    "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "silu", "pow", "div", "floordiv", "mod", "floor", "ceil", "round", "trunc",
+    "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "silu",
+    "pow", "div", "floordiv", "mod", "floor", "ceil", "round", "trunc",
 }  # fmt: skip
 
 
