@@ -10,6 +10,7 @@ a load whose index provably stays inside needs no clamping, and a division of no
 
 from dataclasses import dataclass
 
+from tilewise.engines.triton import interpreted
 from tilewise.lang import Call, Derivative, Program
 from tilewise.lang.program import literal_value
 from tilewise.lang.ranges import ranges
@@ -93,6 +94,8 @@ class Writer:
             text = f"tl.load({self.address('p', int(attr), args)})"
             if type.is_bool:
                 text = f"({text} != 0)"
+            elif dtype != type.dtype:
+                text = f"{text}.to({TL[dtype]})"
         elif op == "cast":
             text = self._cast(args[0], dtype)
         else:
@@ -101,6 +104,8 @@ class Writer:
         self.lines.append(f"v{k} = {text}")
 
     def _width(self, k: int, type: Type) -> str:
+        if type.dtype == "bf16" and interpreted():  # the interpreter cannot compute with bfloat16
+            return "f32"
         return "i32" if type.dtype == "i64" and self.ranges[k].within(-SMALL, SMALL) and self.program.instructions[k].op != "load" else type.dtype
 
     def _cast(self, k: int, dtype: str) -> str:
@@ -124,7 +129,7 @@ class Writer:
             computed = type.dtype
         if computed == "i64" and all(self.ranges[a].within(-SMALL, SMALL) for a in args) and (type.is_bool or dtype == "i32"):
             computed = "i32"
-        if computed in ("f16", "bf16") and name in FUNCTIONS:  # torch computes these in float32, and Triton has no others
+        if computed in ("f16", "bf16") and (name in FUNCTIONS or interpreted()):  # torch computes these in float32, and Triton has no others
             computed = "f32"
         operands = [self._cast(a, computed) for a in args]
         text = self._special(name, args, operands, computed)
