@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.engines import ENGINES, Engine
+from tilewise.engines import ENGINES, Engine, is_plain
 from tilewise.errors import BackendError
 from tilewise.problem import Problem
 
@@ -127,9 +127,20 @@ def reason_against(engine: Engine, problem: Problem, request: Request) -> str | 
         if problem.dropout_p > 0 and request.seeded:
             return "SDPA's dropout takes no seed"
     reason = engine.refuse(problem)
-    if reason is None and engine.name == "native" and request.backend == "auto" and problem.mask is not None and not problem.is_causal_only:
-        return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
+    if reason is None and engine.name == "native" and request.backend != "native" and problem.mask is not None:
+        return _leak(problem)
     return reason
+
+
+def _leak(problem: Problem) -> str | None:
+    """Why SDPA would not keep masked keys out: it multiplies them by 0, and 0 * NaN is NaN."""
+    if not problem.is_causal_only:
+        return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
+    if problem.device.type != "cpu" or not is_plain(problem):
+        return "SDPA lets NaN in masked keys through and nobody can look for them now, so it gets a causal mask only when asked for by name"
+    if not all([bool(t.detach().sum(dtype=problem.inner_dtype).isfinite()) for t in (problem.key, problem.value)]):
+        return "key or value holds NaN or Inf (or values near the end of its range), which SDPA lets through a causal mask"
+    return None
 
 
 def must_choose(problem: Problem, request: Request, mask_name: str) -> Engine:

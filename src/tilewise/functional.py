@@ -69,10 +69,10 @@ def _mask(mask: Any, query: Tensor, key: Tensor) -> Any:
 
 @contextmanager
 def sdpa_kernel(backends: SDPBackend | Sequence[SDPBackend], set_priority: bool = False) -> Iterator[None]:
-    """Restrict the calls inside to these kernels, as torch.nn.attention.sdpa_kernel does; the first is used."""
+    """Restrict the calls inside to these kernels, as torch.nn.attention.sdpa_kernel does; among several, tilewise chooses as `auto` does."""
     listed = [backends] if isinstance(backends, SDPBackend) else list(backends)
     unknown = [b for b in listed if b not in BACKEND_OF]
     if not listed or unknown:
         raise InputError(f"sdpa_kernel takes one or more of {', '.join(b.name for b in BACKEND_OF)}, got {listed}")
-    with attention_backend(BACKEND_OF[listed[0]]):
+    with attention_backend(BACKEND_OF[listed[0]] if len(listed) == 1 else "auto"):
         yield

@@ -175,6 +175,27 @@ def test_row_2_a_score_of_minus_infinity(engine: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [None, "auto", "flash", "flex"])
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_row_2_whatever_a_default_call_chooses(backend: str | None, value: float, which: str) -> None:
+    """torch's SDPA would let it through, so no intent but its own name may choose it."""
+    q, k, v = (t.requires_grad_() for t in tensors())
+    q = q[:, :, :-1]  # nobody attends to the last key
+    given = {"key": k, "value": v}
+    spoilt = given | {which: poisoned(given[which], (0, 0, -1), value).requires_grad_()}
+    found = tw.attention(q, *spoilt.values(), is_causal=True, backend=backend)
+    torch.testing.assert_close(found, tw.attention(q, k, v, is_causal=True, backend="reference"))
+    for gradient in torch.autograd.grad(found.sum(), (q, *spoilt.values())):
+        assert gradient.isfinite().all()
+
+
+def test_row_2_explain_says_why_sdpa_was_passed_over() -> None:
+    q, k, v = tensors()
+    found = tw.explain(q, k, poisoned(v, (0, 0, -1), NAN), is_causal=True)
+    assert "holds NaN or Inf" in str(found) and found.engine != "native"
+
+
 # -- 3: NaN where someone looks --------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,15 @@ def test_sdpa_kernel_is_a_scope() -> None:
     assert tw.explain(q, k, v).backend == "auto"
 
 
+def test_sdpa_kernel_with_several_kernels_chooses_among_them() -> None:
+    """A mask that flash would refuse: torch falls back to the next kernel of the list, and so does this."""
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    mask = torch.rand(20, 20) < 0.7
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        found = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
 def test_sdpa_kernel_refuses_what_it_does_not_know() -> None:
     for given in ([], [SDPBackend.OVERRIDEABLE]):
         with pytest.raises(tw.InputError, match="sdpa_kernel takes one or more of MATH, FLASH_ATTENTION"), sdpa_kernel(given):

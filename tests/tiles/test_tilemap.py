@@ -432,6 +432,7 @@ def test_flops_of_a_map_that_stands_for_all_heads() -> None:
     assert found.flops(64, batch=3, heads=8) == 24 * found.flops(64)
     assert tw.tile_map(masks.full, q_len=100, kv_len=90).flops(64) == 4 * 64 * 100 * 90
     assert tw.tile_map(masks.full, q_len=0, kv_len=90).flops(64) == 0
+    assert tw.tile_map(masks.document(torch.zeros(0, dtype=torch.int64)), q_len=0, kv_len=0).flops(64) == 0
 
 
 def test_transpose_of_a_map() -> None:
