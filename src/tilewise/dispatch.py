@@ -143,14 +143,12 @@ def _leak(problem: Problem) -> str | None:
     return None
 
 
-def must_choose(problem: Problem, request: Request, mask_name: str) -> Engine:
-    """The engine for a call, or an error with every reason."""
+def must_choose(problem: Problem, request: Request) -> tuple[Engine, Choice]:
+    """The engine for a call and how it was chosen, or an error with every reason."""
     choice = choose(problem, request)
     if choice.engine is None:
         raise BackendError(refusal(choice, request, problem))
-    if not torch.compiler.is_compiling():
-        _log(choice, problem, mask_name)
-    return choice.engine
+    return choice.engine, choice
 
 
 def refusal(choice: Choice, request: Request, problem: Problem) -> str:
@@ -158,8 +156,8 @@ def refusal(choice: Choice, request: Request, problem: Problem) -> str:
     return f"backend {request.backend!r} (from {request.source}) cannot serve {problem.describe()}. {reasons}"
 
 
-def _log(choice: Choice, problem: Problem, mask_name: str) -> None:
-    if not logger.isEnabledFor(logging.INFO):
+def log(choice: Choice, problem: Problem, mask_name: str) -> None:
+    if torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
         return
     assert choice.engine is not None
     skipped = "; ".join(f"{v.engine} ({v.reason})" for v in choice.verdicts if v.reason is not None)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ class Problem:
     dropout_p: float
     seed: Tensor | None  # one int64, where there is dropout
     deterministic: bool
+    memory: dict[Any, Any] = field(default_factory=dict)  # what engines remember for calls that differ only in their tensors
+
+    def with_tensors(self, **tensors: Any) -> "Problem":
+        """The same problem of other tensors, sharing its memory. `dataclasses.replace` takes several times as long."""
+        other = object.__new__(Problem)
+        other.__dict__.update(self.__dict__, **tensors)
+        return other
 
     @property
     def batch(self) -> int:
@@ -97,8 +104,7 @@ class Problem:
 CAUSAL_TEXT = trace_mask(causal.function).program.text
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What a call asks for besides its tensors."""
 
     scale: float | None = None
@@ -109,7 +115,7 @@ class Options:
     seed: int | Tensor | None = None
 
     def without_causal(self) -> "Options":
-        return Options(self.scale, self.dropout_p, False, self.enable_gqa, self.deterministic, self.seed)
+        return self._replace(is_causal=False)
 
 
 def make_problem(
@@ -156,6 +162,8 @@ def to_bhsd(tensor: Tensor, layout: str, heads: int | None, name: str) -> Tensor
     """A view as (batch, heads, sequence, head dim)."""
     if layout not in LAYOUTS:
         raise InputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if layout == "bhsd" and heads is None and tensor.dim() == 4:
+        return tensor
     if tensor.dim() == 3:
         if heads is None:
             raise InputError(f"{name} has 3 dimensions {tuple(tensor.shape)}: pass heads= for (batch, sequence, heads * head dim), or a 4-D tensor")
@@ -173,6 +181,8 @@ def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
     """The way back of to_bhsd for the output."""
     if flat:
         return tensor.transpose(1, 2).flatten(2)
+    if layout == "bhsd":
+        return tensor
     places = LAYOUTS[layout]
     return tensor.permute([places.index(d) for d in range(4)])
 

@@ -46,7 +46,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output.highest)
         ctx.engine = engine
-        ctx.problem = replace(problem, query=NOTHING, key=NOTHING, value=NOTHING, sinks=None, score=None)  # its tensors are saved below
+        ctx.problem = problem.with_tensors(query=NOTHING, key=NOTHING, value=NOTHING, sinks=None, score=None)  # its tensors are saved below
         ctx.score = None if problem.score is None else replace(problem.score, captures=())
         watched = [*([] if problem.mask is None else problem.mask.captures), *([] if problem.seed is None else [problem.seed])]
         ctx.count = len(differentiable)
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
         differentiable, (out, lse, highest) = saved[: ctx.count], saved[ctx.count : ctx.count + 3]
         query, key, value, sinks, *captures = differentiable
         score = None if ctx.score is None else replace(ctx.score, captures=tuple(captures))
-        problem = replace(ctx.problem, query=query, key=key, value=value, sinks=sinks, score=score)
+        problem = ctx.problem.with_tensors(query=query, key=key, value=value, sinks=sinks, score=score)
         wanted = frozenset(k for k, needed in enumerate(ctx.needs_input_grad[6:]) if needed)
         if grad_out is None:
             grad_out = torch.zeros_like(out)

@@ -176,3 +176,4 @@ class Call:
     captures: tuple[torch.Tensor, ...] = ()
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
+    repeatable: bool = True  # tracing looked at no tensor's contents, so it would give the same again

@@ -66,6 +66,7 @@ class Tracer:
         self.captures: list[torch.Tensor] = []
         self.ints: list[int] = []
         self.floats: list[float] = []
+        self.repeatable = True
 
     def capture(self, tensor: torch.Tensor) -> int:
         for slot, known in enumerate(self.captures):
@@ -757,6 +758,10 @@ def _has_symbol(args: Any) -> bool:
 class _Watch(TorchFunctionMode):
     """Sees `tensor[symbol]`, which torch would not hand to the symbol, and stops writes to captured tensors."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = False  # whether the function computed with tensors of its own
+
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if _has_symbol(args) or _has_symbol(tuple(kwargs.values())):
@@ -766,10 +771,14 @@ class _Watch(TorchFunctionMode):
             raise refuse(f"{name} changes a tensor in place; a mask or score function must not have side effects")
         if kwargs.get("out") is not None:
             raise refuse(WRITING)
+        if name not in _METADATA:
+            self.computed = True
         return func(*args, **kwargs)
 
 
 _IN_PLACE = {f"__i{n}__" for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
+
+_METADATA = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point"}
 
 # -- tracing ---------------------------------------------------------------------------------------------------------
 
@@ -778,7 +787,7 @@ def trace_mask(function: Callable[..., Any], device: Any = None) -> Call:
     """The program of a mask function f(b, h, q, kv)."""
     tracer = Tracer(torch.device("cpu") if device is None else device)
     symbols = [Symbol(tracer, tracer.tape.index(name)) for name in INDICES]
-    result = _call(function, symbols, "mask", "(b, h, q, kv)")
+    result = _call(tracer, function, symbols, "mask", "(b, h, q, kv)")
     at = _operand_of_result(tracer, result, function)
     if not tracer.tape.type(at).is_bool:
         raise TraceError(
@@ -794,7 +803,7 @@ def trace_score(functions: tuple[Callable[..., Any], ...], dtype: torch.dtype = 
     symbols = [Symbol(tracer, tracer.tape.index(name)) for name in INDICES]
     score = Symbol(tracer, tracer.tape.score(NAME_OF[dtype]))
     for function in functions:
-        result = _call(function, [score, *symbols], "score", "(score, b, h, q, kv)")
+        result = _call(tracer, function, [score, *symbols], "score", "(score, b, h, q, kv)")
         found = Symbol(tracer, _operand_of_result(tracer, result, function))
         if tracer.tape.type(found.at).is_bool:
             raise TraceError(
@@ -813,11 +822,16 @@ def defined_at(function: Any) -> str:
     return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
 
 
-def _call(function: Callable[..., Any], symbols: list[Symbol], kind: str, signature: str) -> Any:
-    if not torch.compiler.is_compiling():
-        _check_parameters(function, len(symbols), kind, signature)
-    with _Watch():
-        return function(*symbols)
+def _call(tracer: Tracer, function: Callable[..., Any], symbols: list[Symbol], kind: str, signature: str) -> Any:
+    if torch.compiler.is_compiling():
+        with _Watch():
+            return function(*symbols)
+    _check_parameters(function, len(symbols), kind, signature)
+    watch = _Watch()
+    with watch:
+        result = function(*symbols)
+    tracer.repeatable = tracer.repeatable and not watch.computed
+    return result
 
 
 def _check_parameters(function: Callable[..., Any], count: int, kind: str, signature: str) -> None:
@@ -863,4 +877,4 @@ def _finish(tracer: Tracer, result: int) -> Call:
     ]
     program = program_of(kept, program.results, tuple([specs[k] for k in used["load"]]))
     captures = tuple([tracer.captures[k] for k in used["load"]])
-    return Call(program, captures, tuple([tracer.ints[k] for k in used["int"]]), tuple([tracer.floats[k] for k in used["float"]]))
+    return Call(program, captures, tuple([tracer.ints[k] for k in used["int"]]), tuple([tracer.floats[k] for k in used["float"]]), tracer.repeatable)

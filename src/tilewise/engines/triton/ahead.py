@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from tilewise.engines.base import Output, like_query
+from tilewise.engines.base import like_query
 from tilewise.engines.triton import run
-from tilewise.engines.triton.config import Config, choose, smaller
+from tilewise.engines.triton.config import BACKWARD, Config, all_smaller, choose
 from tilewise.engines.triton.launch import Launch, parts_of, request_of
 from tilewise.problem import Problem
 
@@ -16,35 +16,42 @@ LEAST_SHARED = 99 * 1024
 
 def forward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
     """What a forward of this problem starts: each entry gives its launches from the best configuration down."""
-    out = like_query(p.query, p.v_dim)
-    lse = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    out = {"p_out": like_query(p.query, p.v_dim), "p_lse": rows, "p_highest": rows, "p_sinks": p.sinks}
+    given = {"p_q": p.query, "p_k": p.key, "p_v": p.value}
+    seed = {"p_seed": run.seed_of(p)}
     if run.is_decoding(p):
-        parts = run._splits(p, choose("decode", p))
-        return [_steps("decode", p, lambda config: run._split(p, parts, config)), lambda: [run._combine(p, parts, out, lse, lse)]]
-    return [_steps("forward", p, lambda config: run._forward(p, out, lse, lse, config))]
+        splits, shares = run.split_count(p), {"p_acc": rows, "p_m": rows, "p_l": rows}
+        return [
+            _ladder(p, run.DECODE, lambda c: run.split_launch(p, given | shares | seed, splits, *c)),
+            lambda: [run.combine_launch(p, shares | out, splits)],
+        ]
+    return [_ladder(p, run.FORWARD, lambda c: run.forward_launch(p, given | out | seed, *c))]
 
 
 def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], list[Launch]]]:
     out = like_query(p.query, p.v_dim)
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
-    gradients = run.gradient_buffers(p, wanted)
+    own = {
+        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows,
+        "p_dq": p.query, "p_dk": p.key, "p_dv": p.value, "p_seed": run.seed_of(p), "score_g": run.gradient_buffers(p, wanted),
+    }  # fmt: skip
     return [
-        lambda: [run._sums(p, Output(out, rows, rows), out, None, rows)],
-        _steps("keys", p, lambda config: run._keys(p, rows, out, rows, p.key, p.value, config)),
-        _steps("queries", p, lambda config: run._queries(p, rows, out, rows, p.query, gradients, wanted, config)),
+        lambda: [run.sums_launch(p, {"p_out": out, "p_do": out, "p_dlse": None, "p_delta": rows})],
+        _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own, wanted, *c)),
     ]
 
 
-def _steps(kernel: str, p: Problem, make: Callable[..., Launch]) -> Callable[[], list[Launch]]:
-    def ladder() -> list[Launch]:
+def _ladder(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...]], Launch]) -> Callable[[], list[Launch]]:
+    def launches() -> list[Launch]:
         found: list[Launch] = []
-        config: Config | None = choose(kernel, p)
-        while config is not None:
-            found.append(make(config))
-            config = smaller(config)
+        configs: tuple[Config, ...] | None = tuple([choose(part, p) for part in parts])
+        while configs is not None:
+            found.append(make(configs))
+            configs = all_smaller(configs)
         return found
 
-    return ladder
+    return launches
 
 
 def build(launches: list[Launch], arch: int) -> str:

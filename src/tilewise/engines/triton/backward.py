@@ -1,16 +1,18 @@
-"""The backward kernels: `sums` (delta), `keys` (dK, dV) and `queries` (dQ and the captures' gradients).
+"""The backward kernels: `sums` (delta), then `gradients`, whose programs each make dK and dV of a key tile, or dQ of a query tile.
 
 P = exp(s - lse), dP = dropout(dO V^T), delta = dO . O - dlse, dS = P (dP - delta), dscore = dS * score'
 dV = dropout(P)^T dO, dK = scale dscore^T Q, dQ = scale dscore K
 
 Every sum is kept in one program's registers and written once: no atomics, so the result is the same every time. Only the
-gradients of tensors that a score function captures are added atomically.
+gradients of tensors that a score function captures are added atomically. As in the forward, a program that finds NaN in its
+result has it done again, carefully.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_heard, load_rows, run_of
+from tilewise.engines.triton.careful import key_rows, query_rows, weightless
+from tilewise.engines.triton.steps import LOG2E, final_scores, has_nan, kept, load_rows, run_of, store_rows
 
 
 @triton.jit
@@ -32,17 +34,42 @@ def sums(p_out, p_do, p_dlse, p_delta, s_out, s_do, n_heads, n_q, HAS_DLSE: tl.c
 
 
 @triton.jit
+def gradients(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_dk, p_dv, p_seed, score_g,  # score_g: where the captures' gradients are added up
+    s_q, s_k, s_v, s_do, s_dq, s_dk, s_dv,
+    columns, s_columns, n_columns, rows, s_rows, n_rows,  # the map by key tiles and by query tiles, strides and counts as in the forward
+    n_key_programs, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    KEYS_M: tl.constexpr, KEYS_N: tl.constexpr, QUERIES_M: tl.constexpr, QUERIES_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    KEYS_STAGES: tl.constexpr, KEYS_MASKED_STAGES: tl.constexpr, QUERIES_STAGES: tl.constexpr, QUERIES_MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if pid < n_key_programs:
+        keys(
+            pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, columns, s_columns, n_columns,
+            n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+            MASK, SCORE, SLOPE, MAPPED, DROPOUT, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, KEYS_STAGES, KEYS_MASKED_STAGES)  # fmt: skip
+    else:
+        queries(
+            pid - n_key_programs, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, rows, s_rows, n_rows,
+            n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+            MASK, SCORE, SLOPE, SCATTER, MAPPED, DROPOUT, QUERIES_M, QUERIES_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
+            QUERIES_STAGES, QUERIES_MASKED_STAGES)  # fmt: skip
+
+
+# -- dK and dV -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
 def keys(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed,
-    s_q, s_k, s_v, s_do, s_dk, s_dv,
-    tiles, s_tiles, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold,
-    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, n_tiles,
+    n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile, over the query heads that share it. Everything is transposed: [N keys, M queries]."""
-    pid = tl.program_id(0)
     n_kv_heads = n_heads // ratio
     i_bh, i_place = pid // n_tiles, pid % n_tiles
     i_b, i_hk = i_bh // n_kv_heads, i_bh % n_kv_heads
@@ -55,6 +82,33 @@ def keys(
     b_v = load_rows(p_v + i_b * s_v[0] + i_hk * s_v[1] + first * s_v[2], s_v, n_left, N, DV, DV_TRUE)
     if UPCAST:
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+    b_dk, b_dv = keys_walk(
+        b_k, b_v, p_q, p_do, p_lse, p_delta, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
+        scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, MAPPED, DROPOUT,
+        M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
+    p_k += i_b * s_k[0] + i_hk * s_k[1]
+    p_v += i_b * s_v[0] + i_hk * s_v[1]
+    p_dk += i_b * s_dk[0] + i_hk * s_dk[1]
+    p_dv += i_b * s_dv[0] + i_hk * s_dv[1]
+    store_rows(p_dk + first * s_dk[2], s_dk, b_dk * scale, n_left, N, D, D_TRUE)
+    store_rows(p_dv + first * s_dv[2], s_dv, b_dv, n_left, N, DV, DV_TRUE)
+    if MASK is not None or SCORE is not None:
+        if has_nan(b_dk) | has_nan(b_dv):
+            key_rows(
+                p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, i_b, i_hk, i_kv,
+                n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+
+
+@triton.jit
+def keys_walk(
+    b_k, b_v, p_q, p_do, p_lse, p_delta, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
+    scale, keep_scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK / scale and dV of the key tile, summed over its query tiles, of all heads that share it."""
     o_kv = i_kv * N + tl.arange(0, N)
     b_dk = tl.zeros([N, D], tl.float32)
     b_dv = tl.zeros([N, DV], tl.float32)
@@ -67,37 +121,35 @@ def keys(
             row = i_b * s_tiles[0] + i_h * s_tiles[1] + i_kv
             for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
                 start, stop = run_of(tiles[5], tiles[6], run)
-                for i_q in range(start, stop):
+                for i_q in tl.range(start, stop, num_stages=STAGES):
                     b_dk, b_dv = keys_step(
                         b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                        scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                        scale, keep_scale, threshold, mask, score,
                         MASK, SCORE, SLOPE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
                 start, stop = run_of(tiles[2], tiles[3], run)
                 for i_q in tl.range(start, stop, num_stages=MASKED_STAGES):
                     b_dk, b_dv = keys_step(
                         b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                        scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                        scale, keep_scale, threshold, mask, score,
                         MASK, SCORE, SLOPE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         else:
-            for i_q in range(0, n_q // M):
+            for i_q in tl.range(0, n_q // M, num_stages=STAGES):
                 b_dk, b_dv = keys_step(
                     b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                    scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    scale, keep_scale, threshold, mask, score,
                     None, SCORE, SLOPE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-            for i_q in range(n_q // M, (n_q + M - 1) // M):
+            if n_q % M != 0:
                 b_dk, b_dv = keys_step(
-                    b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                    scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, n_q // M, o_kv, n_q, n_kv,
+                    scale, keep_scale, threshold, mask, score,
                     None, SCORE, SLOPE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-    store_rows(p_dk + i_b * s_dk[0] + i_hk * s_dk[1] + first * s_dk[2], s_dk, b_dk * scale, n_left, N, D, D_TRUE)
-    store_rows(p_dv + i_b * s_dv[0] + i_hk * s_dv[1] + first * s_dv[2], s_dv, b_dv, n_left, N, DV, DV_TRUE)
+    return b_dk, b_dv
 
 
 @triton.jit
 def keys_step(
-    b_k, b_v, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-    scale, keep_scale, threshold, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    b_k, b_v, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -120,7 +172,7 @@ def keys_step(
     b_lse = weightless(b_lse)
     b_raw = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [N, M]
     seen_q = tl.minimum(o_q, n_q - 1)[None, :]
-    b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, MASK, SCORE, MASKED)
+    b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
     b_p = tl.exp2(b_s - b_lse[None, :])
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
     b_pd = b_p
@@ -130,33 +182,26 @@ def keys_step(
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[None, :])
     if SLOPE is not None:
-        slope = SLOPE(b_raw * scale, i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], score_p, score_i, score_f, score_s)
-        b_ds = b_ds * slope
-    if MASKED or SLOPE is not None:
-        b_ds = tl.where(b_s > float("-inf"), b_ds, 0.0)
-    if MASKED and MASK is not None:
-        allowed = MASK(i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], mask_p, mask_i, mask_f, mask_s)
-        b_q = load_heard(p_q + first * s_q[2], s_q, allowed, n_left, M, N, D, D_TRUE)
-        b_do = load_heard(p_do + first * s_do[2], s_do, allowed, n_left, M, N, DV, DV_TRUE)
-        if UPCAST:
-            b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
+        b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], score[0], score[1], score[2], score[3])
+        if MASKED:  # where the mask forbids, a score may well have no derivative
+            b_ds = tl.where(b_s != float("-inf"), b_ds, 0.0)
     b_dv = tl.dot(b_pd.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_dv
 
 
+# -- dQ --------------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def queries(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed,
-    s_q, s_k, s_v, s_do, s_dq,
-    tiles, s_tiles, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold,
-    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+    pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, tiles, s_tiles, n_tiles,
+    n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile; on the way, the gradients of captured tensors."""
-    pid = tl.program_id(0)
     i_bh, i_tile = pid // n_tiles, pid % n_tiles
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
     row = i_b * s_tiles[0] + i_h * s_tiles[1]
@@ -174,42 +219,59 @@ def queries(
     o_bh = i_bh.to(tl.int64) * n_q + first
     b_lse = weightless(tl.load(p_lse + o_bh + o_row, mask=o_row < n_left, other=float("inf")))
     b_delta = tl.load(p_delta + o_bh + o_row, mask=o_row < n_left, other=0.0)
-    p_kh = p_k + i_b * s_k[0] + (i_h // ratio) * s_k[1]
-    p_vh = p_v + i_b * s_v[0] + (i_h // ratio) * s_v[1]
+    p_k += i_b * s_k[0] + (i_h // ratio) * s_k[1]
+    p_v += i_b * s_v[0] + (i_h // ratio) * s_v[1]
+    b_dq = queries_walk(
+        b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, score_g, tiles, row, i_b, i_h, o_q, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+        MASK, SCORE, SLOPE, SCATTER, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
+    p_dq += i_b * s_dq[0] + i_h * s_dq[1]
+    store_rows(p_dq + first * s_dq[2], s_dq, b_dq * scale, n_left, M, D, D_TRUE)
+    if MASK is not None or SCORE is not None:
+        if has_nan(b_dq):
+            o_bh -= first
+            query_rows(
+                p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_do + i_b * s_do[0] + i_h * s_do[1], p_lse + o_bh, p_delta + o_bh, p_dq, p_seed,
+                s_q, s_k, s_v, s_do, s_dq, tiles, row, i_b, i_h, i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+
+
+@triton.jit
+def queries_walk(
+    b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, score_g, tiles, row, i_b, i_h, o_q, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ / scale of the query tile, summed over its key tiles."""
     b_dq = tl.zeros([M, D], tl.float32)
     if MAPPED:
         for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
             start, stop = run_of(tiles[5], tiles[6], run)
-            for i_kv in range(start, stop):
+            for i_kv in tl.range(start, stop, num_stages=STAGES):
                 b_dq = queries_step(
-                    b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
-                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                    MASK, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                    mask, score, MASK, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
             start, stop = run_of(tiles[2], tiles[3], run)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
                 b_dq = queries_step(
-                    b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
-                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                    MASK, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                    mask, score, MASK, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     else:
-        for i_kv in range(0, n_kv // N):
+        for i_kv in tl.range(0, n_kv // N, num_stages=STAGES):
             b_dq = queries_step(
-                b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
-                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                None, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-        for i_kv in range(n_kv // N, (n_kv + N - 1) // N):
+                b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                mask, score, None, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+        if n_kv % N != 0:
             b_dq = queries_step(
-                b_q, b_do, b_lse, b_delta, b_dq, p_kh, p_vh, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
-                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
-                None, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-    store_rows(p_dq + i_b * s_dq[0] + i_h * s_dq[1] + first * s_dq[2], s_dq, b_dq * scale, n_left, M, D, D_TRUE)
+                b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, n_kv // N, n_q, n_kv, scale, keep_scale, threshold,
+                mask, score, None, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+    return b_dq
 
 
 @triton.jit
 def queries_step(
-    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
-    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, score_g,
+    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -224,56 +286,36 @@ def queries_step(
     o_kv = i_kv * N + tl.arange(0, N)
     b_raw = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
     i_q = tl.minimum(o_q, n_q - 1)[:, None]
-    b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, MASK, SCORE, MASKED)
+    b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
     b_p = tl.exp2(b_s - b_lse[:, None])
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
-    if SLOPE is not None:
-        seen_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
-        attended = (b_s > float("-inf")) & (o_q < n_q)[:, None]
+    seen_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
+    if SCATTER is not None:
+        attended = (b_s != float("-inf")) & (o_q < n_q)[:, None]
         b_ds = tl.where(attended, b_ds, 0.0)
-        if SCATTER is not None:
-            SCATTER(b_ds, attended, b_raw * scale, i_b, i_h, i_q, seen_kv, score_p, score_i, score_f, score_s, score_g)
-        slope = SLOPE(b_raw * scale, i_b, i_h, i_q, seen_kv, score_p, score_i, score_f, score_s)
-        b_ds = tl.where(attended, b_ds * slope, 0.0)
-    elif MASKED:
-        b_ds = tl.where(b_s > float("-inf"), b_ds, 0.0)
-    if MASKED and MASK is not None:
-        allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask_p, mask_i, mask_f, mask_s)
-        b_k = load_heard(p_k + first * s_k[2], s_k, allowed, n_left, N, M, D, D_TRUE)
-        if UPCAST:
-            b_k = b_k.to(tl.float32)
+        SCATTER(b_ds, attended, b_raw * scale, i_b, i_h, i_q, seen_kv, score[0], score[1], score[2], score[3], score_g)
+    if SLOPE is not None:
+        b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, i_q, seen_kv, score[0], score[1], score[2], score[3])
+        if MASKED:
+            b_ds = tl.where(b_s != float("-inf"), b_ds, 0.0)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
 
 
-@triton.jit
-def weightless(b_lse):
-    """lse in base 2; +inf for rows that attend to nothing, so that exp2(s - lse) = 0."""
-    return tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
+# -- shared ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def final_scores_t(
-    b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-    MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def final_scores_t(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
     """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their sums are not stored."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
     if SCORE is None:
         b_s = b_s * (scale * LOG2E)
     else:
-        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score_p, score_i, score_f, score_s) * LOG2E
+        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3]) * LOG2E
     if MASKED and MASK is not None:
-        b_s = tl.where(MASK(i_b, i_h, i_q, i_kv, mask_p, mask_i, mask_f, mask_s), b_s, float("-inf"))
+        b_s = tl.where(MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]), b_s, float("-inf"))
     return b_s
-
-
-@triton.jit
-def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
-    o_row = tl.arange(0, ROWS)
-    o_column = tl.arange(0, COLUMNS)
-    p = p_first + (o_row[:, None] * s[2] + o_column[None, :] * s[3])
-    tl.store(p, b_x.to(p_first.dtype.element_ty), mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE))

@@ -13,7 +13,7 @@ from tilewise.engines.triton.modules import Generated
 
 FUNCTIONS = {
     "forward": forward.forward, "split": decode.split, "combine": decode.combine,
-    "sums": backward.sums, "keys": backward.keys, "queries": backward.queries,
+    "sums": backward.sums, "gradients": backward.gradients,
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 

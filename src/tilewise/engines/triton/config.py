@@ -24,6 +24,7 @@ TABLES = {
     "queries": {64: Config(64, 128, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3), 512: Config(32, 16, 8, 1)},
     "decode": {64: Config(16, 128, 4, 3), 128: Config(16, 64, 4, 4), 256: Config(16, 32, 4, 3), 512: Config(16, 16, 4, 2)},
 }
+BACKWARD = ("keys", "queries")  # the two kinds of programs of one kernel: they must have the same warps
 SMALL = Config(32, 32, 4, 1, 1)  # Triton's interpreter: small tiles, so that small tests have tails and several tiles
 
 
@@ -57,3 +58,9 @@ def smaller(config: Config) -> Config | None:
     if config.m > 16:
         return config._replace(m=config.m // 2)
     return None
+
+
+def all_smaller(configs: tuple[Config, ...]) -> tuple[Config, ...] | None:
+    """The same for the programs of one kernel, which share its memory."""
+    found = [smaller(c) for c in configs]
+    return None if any([c is None for c in found]) else tuple([c for c in found if c is not None])

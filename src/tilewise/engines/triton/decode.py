@@ -8,17 +8,17 @@ the last of those. A cache that grows within its buffer therefore changes nothin
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_heard, load_rows
+from tilewise.engines.triton.careful import C, row_step
+from tilewise.engines.triton.steps import LOG2E, drop, final_scores, has_nan, load_rows
 
 
 @triton.jit
 def split(
     p_q, p_k, p_v, p_acc, p_m, p_l, p_seed, s_q, s_k, s_v,
-    n_heads, ratio, n_q, n_kv, n_splits, per_split, scale, threshold,  # per_split: key tiles of a program
-    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    n_heads, ratio, n_q, n_kv, n_splits, per_split, scale, threshold, mask, score,  # per_split: key tiles of a program
     MASK: tl.constexpr, SCORE: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of the packed rows over one split of the keys."""
     pid = tl.program_id(0)
@@ -43,45 +43,100 @@ def split(
         lowest, highest = last, first
         for i_kv in range(first, last):
             o_kv = i_kv * N + tl.arange(0, N)
-            allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask_p, mask_i, mask_f, mask_s)
+            allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask[0], mask[1], mask[2], mask[3])
             anyone = tl.max(tl.max(tl.where(allowed, 1, 0) + tl.zeros([M, N], tl.int32), 1), 0) > 0
             lowest = tl.where(anyone, tl.minimum(lowest, i_kv), lowest)
             highest = tl.where(anyone, i_kv + 1, highest)
         first, last = lowest, highest
 
-    b_m = tl.full([M], float("-inf"), tl.float32)
-    b_l = tl.zeros([M], tl.float32)
-    b_acc = tl.zeros([M, DV], tl.float32)
-    for i_kv in range(first, last):
-        n_left = n_kv - i_kv * N
-        o_kv = i_kv * N + tl.arange(0, N)
-        b_k = load_rows(p_k + i_kv * N * s_k[2], s_k, n_left, N, D, D_TRUE)
-        if UPCAST:
-            b_k = b_k.to(tl.float32)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, MASK, SCORE, True)
-        b_top = tl.maximum(b_m, tl.max(b_s, 1))
-        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_p = tl.exp2(b_s - b_base[:, None])
-        b_decay = tl.exp2(b_m - b_base)
-        b_l = b_l * b_decay + tl.sum(b_p, 1)
-        if DROPOUT:
-            b_p = drop(b_p, p_seed, threshold, i_b, i_h, i_q, o_kv[None, :])
-        if MASK is not None:
-            allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask_p, mask_i, mask_f, mask_s)
-            b_v = load_heard(p_v + i_kv * N * s_v[2], s_v, allowed, n_left, N, M, DV, DV_TRUE)
-        else:
-            b_v = load_rows(p_v + i_kv * N * s_v[2], s_v, n_left, N, DV, DV_TRUE)
-        if UPCAST:
-            b_v = b_v.to(tl.float32)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
-        b_m = b_top
+    b_m, b_l, b_acc = split_walk(
+        b_q, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q, first, last, n_kv, scale, threshold, mask, score,
+        MASK, SCORE, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES)  # fmt: skip
     # [batch * kv heads, splits, rows]
     o_out = (i_bh * n_splits + i_split) * (ratio * n_q) + o_row
     tl.store(p_m + o_out, b_m, mask=inside)
     tl.store(p_l + o_out, b_l, mask=inside)
     o_dv = tl.arange(0, DV)
     tl.store(p_acc + o_out[:, None].to(tl.int64) * DV_TRUE + o_dv[None, :], b_acc, mask=inside[:, None] & (o_dv[None, :] < DV_TRUE))
+    if MASK is not None or SCORE is not None:
+        if has_nan(b_acc):
+            split_rows(
+                p_q, p_k, p_v, p_acc, p_m, p_l, p_seed, s_q, s_k, s_v, (i_bh * n_splits + i_split) * (ratio * n_q), i_b, i_hk * ratio, first, last,
+                ratio, n_q, n_kv, scale, threshold, mask, score, MASK, SCORE, DROPOUT, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+
+
+@triton.jit
+def split_rows(
+    p_q, p_k, p_v, p_acc, p_m, p_l, p_seed, s_q, s_k, s_v, o_out, i_b, i_head, first, last, ratio, n_q, n_kv, scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, DROPOUT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+):  # fmt: skip
+    """The packed rows again, one at a time and carefully."""
+    for row in range(0, ratio * n_q):
+        i_h, i_q = i_head + row // n_q, row % n_q
+        b_q = load_rows(p_q + i_b * s_q[0] + i_h * s_q[1] + i_q * s_q[2], s_q, 1, 1, D, D_TRUE).to(tl.float32)
+        b_m = tl.full([1], float("-inf"), tl.float32)
+        b_l = tl.zeros([1], tl.float32)
+        b_acc = tl.zeros([1, DV], tl.float32)
+        for i_kv in tl.range(first * (N // C), last * (N // C), num_stages=1):
+            b_m, b_l, b_acc = row_step(
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q + tl.arange(0, 1), i_kv, n_kv, scale, threshold, mask, score,
+                MASK, SCORE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+        o_row = o_out + row + tl.arange(0, 1)
+        tl.store(p_m + o_row, b_m)
+        tl.store(p_l + o_row, b_l)
+        o_dv = tl.arange(0, DV)
+        tl.store(p_acc + o_row[:, None].to(tl.int64) * DV_TRUE + o_dv[None, :], b_acc, mask=o_dv[None, :] < DV_TRUE)
+
+
+@triton.jit
+def split_walk(
+    b_q, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q, first, last, n_kv, scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The tiles from `first` to `last`, of which only the very last key tile may reach past the end."""
+    b_m = tl.full([M], float("-inf"), tl.float32)
+    b_l = tl.zeros([M], tl.float32)
+    b_acc = tl.zeros([M, DV], tl.float32)
+    whole = tl.minimum(last, n_kv // N)
+    for i_kv in tl.range(first, whole, num_stages=STAGES):
+        b_m, b_l, b_acc = split_step(
+            b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q, i_kv, n_kv, scale, threshold, mask, score,
+            MASK, SCORE, DROPOUT, False, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+    for i_kv in tl.range(tl.maximum(first, whole), last, num_stages=1):
+        b_m, b_l, b_acc = split_step(
+            b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q, i_kv, n_kv, scale, threshold, mask, score,
+            MASK, SCORE, DROPOUT, True, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def split_step(
+    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q, i_kv, n_kv, scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One key tile."""
+    n_left = n_kv - i_kv * N
+    o_kv = i_kv * N + tl.arange(0, N)
+    b_k = load_rows(p_k + i_kv * N * s_k[2], s_k, n_left, N, D, D_TRUE, BOUNDED)
+    b_v = load_rows(p_v + i_kv * N * s_v[2], s_v, n_left, N, DV, DV_TRUE, BOUNDED)
+    if UPCAST:
+        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, BOUNDED or MASK is not None)
+    b_top = tl.maximum(b_m, tl.max(b_s, 1))
+    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_p = tl.exp2(b_s - b_base[:, None])
+    b_decay = tl.exp2(b_m - b_base)
+    b_l = b_l * b_decay + tl.sum(b_p, 1)
+    if DROPOUT:
+        b_p = drop(b_p, p_seed, threshold, i_b, i_h, i_q, o_kv[None, :])
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    return b_top, b_l, b_acc
 
 
 @triton.jit

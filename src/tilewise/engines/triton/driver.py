@@ -1,6 +1,7 @@
 """Loading and starting compiled kernels through the CUDA driver, by ctypes: no C compiler, no launcher to build.
 
-Arguments are packed into one buffer, laid out as the kernel's parameters are: in order, each at its natural alignment.
+Arguments are packed into one buffer, laid out as the kernel's parameters are: in order, each at its natural alignment. The first
+are pointers, so what follows them can be packed apart.
 """
 
 import ctypes
@@ -24,7 +25,9 @@ class OutOfSharedMemory(RuntimeError):
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return cuda
 
 
 def check(code: int, what: str) -> None:
@@ -71,18 +74,23 @@ class Kernel:
         self._function = function
         self._threads = 32 * warps
         self._shared = shared
-        layout = struct.Struct("@" + "".join(PACK.get(t, "P") for t in types) + "P" * extra_pointers)
-        self._pack = layout.pack
+        self._codes = [PACK.get(t, "P") for t in types] + ["P"] * extra_pointers
         self._extra_pointers = (0,) * extra_pointers
-        self._size = ctypes.c_size_t(layout.size)
-        self._launch = cuda.cuLaunchKernel
+        self._size = ctypes.c_size_t(struct.calcsize("@" + "".join(self._codes)))
+        self._buffer = ctypes.create_string_buffer(self._size.value)
+        self._address = ctypes.addressof(self._buffer)
+        self._extra = (ctypes.c_void_p * 5)(BUFFER_POINTER, self._address, BUFFER_SIZE, ctypes.addressof(self._size), END)
+        self._lock = threading.Lock()  # the driver copies the buffer while it starts a kernel, not later
 
-    def start(self, programs: int, stream: int, values: list[Any]) -> None:
-        """`values` are numbers: what is not a pointer as it is, a pointer as its address."""
-        packed = ctypes.c_char_p(self._pack(*values, *self._extra_pointers))
-        address = ctypes.cast(packed, ctypes.c_void_p).value
-        extra = (ctypes.c_void_p * 5)(BUFFER_POINTER, address, BUFFER_SIZE, ctypes.addressof(self._size), END)
-        code = self._launch(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, ctypes.c_void_p(stream), None, extra)
+    def pack_rest(self, values: list[Any]) -> bytes:
+        """The arguments from some pointer argument on, laid out as the kernel's last parameters."""
+        codes = self._codes[len(self._codes) - len(values) - len(self._extra_pointers) :]
+        return struct.pack("@" + "".join(codes), *values, *self._extra_pointers)
+
+    def start(self, programs: int, stream: int, arguments: bytes) -> None:
+        with self._lock:
+            ctypes.memmove(self._address, arguments, len(arguments))
+            code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, None, self._extra)
         if code != 0:
             check(code, "starting a kernel")
 

@@ -21,6 +21,7 @@ TL = {
     "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64",
 }  # fmt: skip
 SMALL = 2**31 - 1
+EXACT = 2**24  # float32 holds every integer up to here
 
 # Text of each operation on operands of one type; those that depend on more are written by Writer._special.
 TEXT = {
@@ -118,7 +119,16 @@ class Writer:
             return f"v{k}"
         if dtype == "bool":
             return f"(v{k} != 0)"
-        return f"v{k}.to({TL[dtype]})"
+        return self._as_float(k) if dtype == "f32" else f"v{k}.to({TL[dtype]})"
+
+    def _as_float(self, k: int) -> str:
+        """An integer as float32. Conversion is slow on a GPU and float sums are not: where both are exact, q and kv are converted
+        apart, as a column and a row, and the tile is computed from those."""
+        op, args, _, _ = self.program.instructions[k]
+        exact = self.types[k] == "i32" and self.ranges[k].within(-EXACT, EXACT)
+        if exact and op in ("add", "sub", "neg", "abs", "minimum", "maximum") and {"q", "kv"} <= self.program.dependencies[k]:
+            return TEXT[op].format(*[self._cast(a, "f32") for a in args])
+        return f"v{k}.to(tl.float32)"
 
     def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
         types = [self.program.instructions[a].type for a in args]

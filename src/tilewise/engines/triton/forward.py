@@ -2,12 +2,15 @@
 
 Names: p_ pointer, s_ stride, i_ index of a tile or head, o_ offsets of elements, b_ block in registers, n_ count.
 Scores are kept in base 2: with c = log2(e), exp(s - m) = 2^(c s - c m).
+
+What is masked has weight 0, and 0 * NaN is NaN: a program that finds NaN in its result has it done again, carefully.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_heard, load_rows, run_of
+from tilewise.engines.triton.careful import finish, forward_rows
+from tilewise.engines.triton.steps import drop, final_scores, has_nan, load_rows, run_of, store_rows
 
 
 @triton.jit
@@ -16,10 +19,10 @@ def forward(
     s_q, s_k, s_v, s_out,  # strides (batch, head, sequence, dim)
     tiles, s_tiles,  # (order, partial offsets, start, count, full offsets, start, count), (batch, head) strides in rows
     n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold,
-    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,  # captures, ints, floats, sizes and strides
+    mask, score,  # each (captures, ints, floats, sizes and strides)
     MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     i_bh, i_tile = pid // n_tiles, pid % n_tiles
@@ -35,62 +38,62 @@ def forward(
         b_q = b_q.to(tl.float32)
     p_k += i_b * s_k[0] + (i_h // ratio) * s_k[1]
     p_v += i_b * s_v[0] + (i_h // ratio) * s_v[1]
-    i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
+    b_m, b_l, b_acc = walk(
+        b_q, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, n_kv, row, tiles, scale, threshold, mask, score,
+        MASK, SCORE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
+    b_out, b_lse = finish(b_m, b_l, b_acc, p_sinks, i_h, keep_scale, SINKS)
+    i_row = i_bh.to(tl.int64) * n_q + o_q
+    tl.store(p_highest + i_row, b_m * 0.6931471805599453, mask=o_q < n_q)
+    tl.store(p_lse + i_row, b_lse, mask=o_q < n_q)
+    p_out += i_b * s_out[0] + i_h * s_out[1]
+    store_rows(p_out + first * s_out[2], s_out, b_out, n_q - i_tile * M, M, DV, DV_TRUE)
+    if MASK is not None or SCORE is not None:
+        if has_nan(b_acc):
+            forward_rows(
+                p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, row, i_b, i_h, i_bh,
+                i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                MASK, SCORE, MAPPED, SINKS, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
+
+@triton.jit
+def walk(
+    b_q, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, n_kv, row, tiles, scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values of the query tile over all its key tiles: first the full ones, then the partial ones."""
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_l = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, DV], tl.float32)
     if MAPPED:
         for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
             start, stop = run_of(tiles[5], tiles[6], run)
-            for i_kv in range(start, stop):
+            for i_kv in tl.range(start, stop, num_stages=STAGES):
                 b_m, b_l, b_acc = attend(
-                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
-                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
                     MASK, SCORE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
             start, stop = run_of(tiles[2], tiles[3], run)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
                 b_m, b_l, b_acc = attend(
-                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
-                    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
                     MASK, SCORE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     else:
-        for i_kv in range(0, n_kv // N):
+        for i_kv in tl.range(0, n_kv // N, num_stages=STAGES):
             b_m, b_l, b_acc = attend(
-                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
-                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
                 None, SCORE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-        for i_kv in range(n_kv // N, (n_kv + N - 1) // N):
+        if n_kv % N != 0:
             b_m, b_l, b_acc = attend(
-                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
-                mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, n_kv // N, n_kv, scale, threshold, mask, score,
                 None, SCORE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-
-    i_row = i_bh.to(tl.int64) * n_q + o_q
-    inside = o_q < n_q
-    tl.store(p_highest + i_row, b_m * 0.6931471805599453, mask=inside)
-    if SINKS:  # one more key, of value 0
-        sink = tl.load(p_sinks + i_h).to(tl.float32) * LOG2E
-        b_top = tl.maximum(b_m, sink)
-        b_decay = tl.exp2(b_m - b_top)
-        b_l = b_l * b_decay + tl.exp2(sink - b_top)
-        b_acc = b_acc * b_decay[:, None]
-        b_m = b_top
-    nothing = b_l == 0.0
-    b_out = b_acc * (keep_scale / tl.where(nothing, 1.0, b_l))[:, None]
-    b_lse = tl.where(nothing, float("-inf"), (b_m + tl.log2(tl.where(nothing, 1.0, b_l))) * 0.6931471805599453)
-    tl.store(p_lse + i_row, b_lse, mask=inside)
-    o_d = tl.arange(0, DV)
-    p_row = p_out + i_b * s_out[0] + i_h * s_out[1] + first * s_out[2]
-    p_row += tl.arange(0, M)[:, None] * s_out[2] + o_d[None, :] * s_out[3]
-    tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=inside[:, None] & (o_d[None, :] < DV_TRUE))
+    return b_m, b_l, b_acc
 
 
 @triton.jit
 def attend(
-    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_q, i_kv, n_kv, scale, threshold,
-    mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
+    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -103,7 +106,8 @@ def attend(
         b_k = b_k.to(tl.float32)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
     o_kv = i_kv * N + tl.arange(0, N)
-    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s, MASK, SCORE, MASKED)
+    i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
+    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
     b_top = tl.maximum(b_m, tl.max(b_s, 1))
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a row with nothing yet: measure from 0, weights are 0
     b_p = tl.exp2(b_s - b_base[:, None])
@@ -111,11 +115,7 @@ def attend(
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:
         b_p = drop(b_p, p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
-    if MASKED and MASK is not None:
-        allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask_p, mask_i, mask_f, mask_s)
-        b_v = load_heard(p_v + first * s_v[2], s_v, allowed, n_left, N, M, DV, DV_TRUE)
-    else:
-        b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED)
+    b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED)
     if UPCAST:
         b_v = b_v.to(tl.float32)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)

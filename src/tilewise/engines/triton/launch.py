@@ -5,6 +5,7 @@ can be read 16 bytes at a time, and the constants.
 """
 
 import hashlib
+import struct
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ POINTER = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
 
-__all__ = ["Aligned", "Counts", "Launch", "OutOfSharedMemory", "Request", "Strides", "parts_of", "request_of", "start"]
+__all__ = ["Aligned", "Counts", "Launch", "OutOfSharedMemory", "Prepared", "Request", "Strides", "parts_of", "prepare", "request_of"]
 
 
 class Strides(tuple[int, ...]):
@@ -62,65 +63,106 @@ class Launch(NamedTuple):
 
     kernel: str
     programs: int
-    arguments: dict[str, Any]
+    own: dict[str, Any]  # the call's own tensors (or None, or tuples of them): the kernel's first parameters
+    rest: dict[str, Any]  # the other arguments, which every call like this one has
     constants: dict[str, Any]
     warps: int
     stages: int
 
 
-def start(launch: Launch, device: torch.device) -> None:
-    kernel, programs, arguments, constants, _, _ = launch
-    if programs == 0:
-        return
-    if interpreted():
+class Prepared:
+    """A kernel with its arguments packed. Calls that differ only in their own tensors start it again."""
+
+    def __init__(self, launch: Launch, kernel: Kernel, rest: bytes, device: int) -> None:
+        self._kernel = kernel
+        self._programs = launch.programs
+        self._rest = rest
+        self._device = device
+        self._kept = [v for name, v in launch.rest.items() if name in MAPS]  # addresses of these are among the arguments
+
+    def start(self, own: dict[str, Any]) -> None:
+        addresses = addresses_of(own)
+        self._kernel.start(self._programs, current_stream(self._device), struct.pack(f"{len(addresses)}P", *addresses) + self._rest)
+
+
+class Interpreted:
+    """The same in Triton's interpreter."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def start(self, own: dict[str, Any]) -> None:
         from tilewise.engines.triton.build import function_named
 
-        function_named(kernel)[(programs,)](**arguments, **{k: v.function() if isinstance(v, Generated) else v for k, v in constants.items()})
-        return
+        constants = {k: v.function() if isinstance(v, Generated) else v for k, v in self._launch.constants.items()}
+        function_named(self._launch.kernel)[(self._launch.programs,)](**own, **self._launch.rest, **constants)
+
+
+MAPS = ("tiles", "columns", "rows")
+
+
+def prepare(launch: Launch, device: torch.device) -> Prepared | Interpreted:
+    """Look the kernel up, or build it, and pack its arguments."""
+    if interpreted():
+        return Interpreted(launch)
     index = device.index if device.index is not None else torch.cuda.current_device()
     enter_context(index)
-    marks, values = read(arguments)
-    key = (kernel, marks, tuple(constants.values()), launch.warps, launch.stages, index)
-    found = _kernels.get(key)
-    if found is None:
-        found = _load(key, request_of(launch, architecture(device)), index)
-    found.start(programs, current_stream(index), values)
-
-
-def read(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """In one pass: what of the arguments the kernel's code depends on, and their numbers in the order of its parameters."""
     marks: list[Any] = []
     values: list[Any] = []
-    for value in arguments.values():
-        kind = type(value)
-        if kind is int:
-            marks.append(-(2**31) <= value < 2**31)
-            values.append(value)
-        elif kind is float:
-            values.append(value)
-        elif kind is Aligned:
-            marks.append("aligned")
-            values += value[:3]
-        elif kind is Strides:
-            marks.append("strides")
-            values += value
-        elif kind is tuple:
-            marks.append(len(value))
-            for v in value:
-                _read_inner(v, marks, values)
-        elif value is None:
-            marks.append(None)
-        else:
-            address = value.data_ptr()
-            marks.append((value.dtype, address % 16 == 0))
-            values.append(address)
-    return tuple(marks), values
+    for arguments in (launch.own, launch.rest):
+        for value in arguments.values():
+            _read(value, marks, values)
+    key = (launch.kernel, tuple(marks), tuple(launch.constants.values()), launch.warps, launch.stages, index)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _load(key, request_of(launch, architecture(device)), index)
+    return Prepared(launch, kernel, kernel.pack_rest(values[len(addresses_of(launch.own)) :]), index)
+
+
+def addresses_of(own: dict[str, Any]) -> list[int]:
+    found: list[int] = []
+    for value in own.values():
+        if type(value) is tuple:
+            found += [t.data_ptr() for t in value]
+        elif value is not None:
+            found.append(value.data_ptr())
+    return found
+
+
+def _read(value: Any, marks: list[Any], values: list[Any]) -> None:
+    """What of an argument the kernel's code depends on, and its numbers in the order of the kernel's parameters."""
+    kind = type(value)
+    if kind is int:
+        marks.append(-(2**31) <= value < 2**31)
+        values.append(value)
+    elif kind is float:
+        values.append(value)
+    elif kind is Aligned:
+        marks.append("aligned")
+        values += value[:3]
+    elif kind is Strides:
+        marks.append("strides")
+        values += value
+    elif kind is tuple:
+        marks.append(len(value))
+        for v in value:
+            _read_inner(v, marks, values)
+    elif value is None:
+        marks.append(None)
+    else:
+        address = value.data_ptr()
+        marks.append((value.dtype, address % 16 == 0))
+        values.append(address)
 
 
 def _read_inner(value: Any, marks: list[Any], values: list[Any]) -> None:
     """An element of a tuple: pointers in it count as unaligned."""
     if value is None:
         marks.append(None)
+    elif type(value) is tuple:
+        marks.append(len(value))
+        for v in value:
+            _read_inner(v, marks, values)
     elif isinstance(value, Tensor):
         marks.append(value.dtype)
         values.append(value.data_ptr())
@@ -130,7 +172,7 @@ def _read_inner(value: Any, marks: list[Any], values: list[Any]) -> None:
 
 
 def request_of(launch: Launch, arch: int) -> Request:
-    signature = tuple([(name, _type(value)) for name, value in launch.arguments.items()])
+    signature = tuple([(name, _type(value)) for name, value in (launch.own | launch.rest).items()])
     return Request(launch.kernel, signature, tuple(launch.constants.items()), launch.warps, launch.stages, arch)
 
 
@@ -141,7 +183,7 @@ def _type(value: Any) -> Any:
     if isinstance(value, Strides):
         return "aligned" if isinstance(value, Aligned) else ("i64",) * 4
     if isinstance(value, tuple):
-        return tuple([_type(v).rstrip("!") for v in value])
+        return tuple([_type(v) if isinstance(v, tuple) else _type(v).rstrip("!") for v in value])
     if value is None:
         return "none"
     if isinstance(value, float):

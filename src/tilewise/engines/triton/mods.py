@@ -8,10 +8,11 @@ import torch
 from tilewise.engines.triton.emit import Extents, Layout, Writer, mask_source, scatter_source, score_source, slope_source
 from tilewise.engines.triton.modules import Generated, generated
 from tilewise.lang import Call, Program, derive
+from tilewise.lang.program import literal_value
 from tilewise.problem import Problem
 
 MOST_FUNCTIONS = 4096
-_functions: dict[Any, Generated] = {}
+_functions: dict[Any, Generated | None] = {}
 
 
 def mask_of(p: Problem) -> Generated | None:
@@ -23,10 +24,14 @@ def score_of(p: Problem) -> Generated | None:
 
 
 def slope_of(p: Problem) -> Generated | None:
-    """The score's derivative with respect to the incoming score."""
+    """The score's derivative with respect to the incoming score; None where that is 1."""
 
-    def make(call: Call) -> Generated:
-        return generated("slope", slope_source(_writer(derive(call.program, frozenset()).program, call, p)))
+    def make(call: Call) -> Generated | None:
+        program = derive(call.program, frozenset()).program
+        op, _, attr, _ = program.instructions[program.results[0]]
+        if op == "literal" and literal_value(attr) == 1:
+            return None
+        return generated("slope", slope_source(_writer(program, call, p)))
 
     return None if p.score is None else _function("slope", p.score, p, make)
 
@@ -41,16 +46,15 @@ def scatter_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
     return None if p.score is None or not wanted else _function(f"scatter {sorted(wanted)}", p.score, p, make)
 
 
-def _function(kind: str, call: Call, p: Problem, make: Callable[[Call], Generated]) -> Generated:
+def _function(kind: str, call: Call, p: Problem, make: Callable[[Call], Generated | None]) -> Generated | None:
     """What is generated depends on the program, and on what its integers and the lengths let the bounds prove."""
     places = tuple((t.shape, t.stride()) for t in call.captures)
     key = (kind, call.program.text, call.ints, places, extents_of(p), p.dtype == torch.float32)
-    found = _functions.get(key)
-    if found is None:
+    if key not in _functions:
         if len(_functions) >= MOST_FUNCTIONS:
             _functions.clear()
-        found = _functions[key] = make(call)
-    return found
+        _functions[key] = make(call)
+    return _functions[key]
 
 
 def extents_of(p: Problem) -> Extents:
@@ -64,9 +68,10 @@ def _writer(program: Program, call: Call, p: Problem) -> Writer:
 
 def mod_arguments(p: Problem) -> dict[str, Any]:
     """Captures, ints, floats, and sizes and strides, of the mask and of the score."""
-    found: dict[str, Any] = {}
-    for name, call in (("mask", p.mask), ("score", p.score)):
-        captures, ints, floats = (call.captures, call.ints, call.floats) if call is not None else ((), (), ())
-        places = tuple([x for t in captures for x in (*t.shape, *t.stride())])
-        found |= {f"{name}_p": captures, f"{name}_i": ints, f"{name}_f": floats, f"{name}_s": places}
-    return found
+    return {"mask": _arguments_of(p.mask), "score": _arguments_of(p.score)}
+
+
+def _arguments_of(call: Call | None) -> tuple[tuple[Any, ...], ...]:
+    if call is None:
+        return (), (), (), ()
+    return call.captures, call.ints, call.floats, tuple([x for t in call.captures for x in (*t.shape, *t.stride())])

@@ -1,7 +1,7 @@
 """How a problem becomes kernel launches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import interpreted
-from tilewise.engines.triton.config import Config, choose, padded, smaller
-from tilewise.engines.triton.launch import Aligned, Launch, OutOfSharedMemory, Strides, start
+from tilewise.engines.triton.config import BACKWARD, Config, all_smaller, choose, padded
+from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, prepare
 from tilewise.engines.triton.mods import mask_of, mod_arguments, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
 from tilewise.problem import Problem
@@ -29,192 +29,191 @@ def forward(p: Problem) -> Output:
     if is_decoding(p):
         _decode(p, out, lse, highest)
     else:
-        fitted("forward", p, lambda config: _forward(p, out, lse, highest, config))
+        own = {
+            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks, "p_seed": seed_of(p),
+        }  # fmt: skip
+        prepared(p, ("forward",), True, lambda: fitted("forward", p, lambda c: forward_launch(p, own, *c), FORWARD)).start(own)
     return Output(out, lse, highest)
 
 
-def gradient_buffers(p: Problem, wanted: frozenset[int]) -> list[Tensor]:
-    """Where the shares of the captures' gradients are added up, with more digits than they have; others stand in as they are."""
-    if p.score is None:
-        return []
-    wide = torch.float64 if p.dtype == torch.float32 else torch.float32
-    return [torch.zeros_like(t, dtype=wide) if k in wanted else t for k, t in enumerate(p.score.captures)]
-
-
 def _decode(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> None:
-    shares: list[Splits] = []
+    splits = p.memory.get("splits")
+    if splits is None:
+        splits = p.memory["splits"] = split_count(p)
+    shape = (p.batch * p.kv_heads, splits, p.heads // p.kv_heads * p.q_len)
+    acc = torch.empty((*shape, p.v_dim), dtype=torch.float32, device=p.device)
+    m, l = acc.new_empty((2, *shape)).unbind()  # noqa: E741
+    own = {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_acc": acc, "p_m": m, "p_l": l, "p_seed": seed_of(p)}
+    prepared(p, ("split",), False, lambda: fitted("decode", p, lambda c: split_launch(p, own, splits, *c), DECODE)).start(own)
+    own = {"p_acc": acc, "p_m": m, "p_l": l, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks}
+    prepared(p, ("combine",), False, lambda: prepare(combine_launch(p, own, splits), p.device)).start(own)
 
-    def make(config: Config) -> Launch:
-        shares.append(_splits(p, config))
-        return _split(p, shares[-1], config)
 
-    fitted("decode", p, make)
-    start(_combine(p, shares[-1], out, lse, highest), p.device)
+def gradient_buffers(p: Problem, wanted: frozenset[int]) -> tuple[Tensor, ...]:
+    """Where the shares of the captures' gradients are added up, with more digits than they have; others stand in as they are."""
+    if p.score is None or not wanted:
+        return ()
+    wide = torch.float64 if p.dtype == torch.float32 else torch.float32
+    return tuple([torch.zeros_like(t, dtype=wide) if k in wanted else t for k, t in enumerate(p.score.captures)])
 
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-    gradients: list[Tensor] = []
-    if p.score is not None:
-        captures = tuple(t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures))
-        p = replace(p, score=replace(p.score, captures=captures))
-        gradients = gradient_buffers(p, wanted)
+    if p.score is not None and not all([p.score.captures[k].is_contiguous() for k in wanted]):  # their gradients are added up as if they were
+        captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
+        p = replace(p, score=replace(p.score, captures=captures), memory={})
+    shares = gradient_buffers(p, wanted)
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
-    delta = torch.zeros((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     if p.query.numel() and p.key.numel():
-        start(_sums(p, output, grad_out, grad_lse, delta), p.device)
-        fitted("keys", p, lambda config: _keys(p, output.lse, grad_out, delta, dk, dv, config))
-        fitted("queries", p, lambda config: _queries(p, output.lse, grad_out, delta, dq, gradients, wanted, config))
+        # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
+        places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, output.out, output.lse, grad_out)])
+        dlse = None if grad_lse is None else grad_lse.float().contiguous()
+        own = {"p_out": output.out, "p_do": grad_out, "p_dlse": dlse, "p_delta": delta}
+        prepared(p, ("sums", places, dlse is None), False, lambda: prepare(sums_launch(p, own), p.device)).start(own)
+        given = {
+            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": delta,
+            "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p), "score_g": shares,
+        }  # fmt: skip
+        make: Callable[..., Launch] = lambda c: gradients_launch(p, given, wanted, *c)  # noqa: E731
+        prepared(p, ("gradients", places, wanted), True, lambda: fitted("gradients", p, make, BACKWARD)).start(given)
     else:
-        delta = delta if grad_lse is None else delta - grad_lse
+        delta = delta.zero_() if grad_lse is None else -grad_lse
         for t in (dq, dk, dv):
             t.zero_()
     sinks = None
     if p.sinks is not None:
         weight = torch.where(output.lse == -torch.inf, 0.0, torch.exp(p.sinks.float().view(1, -1, 1) - output.lse))
         sinks = -(weight * delta).sum((0, 2)).to(p.sinks.dtype)
-    captured = {k: gradients[k].to(p.score.captures[k].dtype) for k in wanted} if p.score is not None else {}
+    captured = {k: shares[k].to(p.score.captures[k].dtype) for k in wanted} if p.score is not None else {}
     return Gradients(dq, dk, dv, sinks, captured)
 
 
-# -- configurations that fit -----------------------------------------------------------------------------------------
+# -- kernels made ready ----------------------------------------------------------------------------------------------
 
-_fitting: dict[Any, Config] = {}
+FORWARD, DECODE = ("forward",), ("decode",)
+_fitting: dict[Any, tuple[Config, ...]] = {}
 
 
-def fitted(kernel: str, p: Problem, make: Callable[[Config], Launch]) -> None:
-    """Start a kernel with the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
+def prepared(p: Problem, name: tuple[Any, ...], mapped: bool, make: Callable[[], Prepared | Interpreted]) -> Prepared | Interpreted:
+    """A kernel made ready for calls like this one; again when a tensor that a tile map was made from has changed."""
+    contents = versions(p) if mapped else ()
+    found = p.memory.get(name)
+    if found is None or found[1] != contents or contents is None:
+        found = p.memory[name] = (make(), contents)
+    return found[0]
+
+
+def versions(p: Problem) -> tuple[int, ...] | None:
+    """Of the tensors the mask loads from; None if their changes leave no trace."""
+    if p.mask is None or not p.mask.captures:
+        return ()
+    return None if any([t.is_inference() for t in p.mask.captures]) else tuple([t._version for t in p.mask.captures])
+
+
+def fitted(kernel: str, p: Problem, make: Callable[[tuple[Config, ...]], Launch], parts: tuple[str, ...]) -> Prepared | Interpreted:
+    """The kernel in the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
     score = "" if p.score is None else p.score.program.text
     tile = None if p.tiles is None else p.tiles.tile
     key = (kernel, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
-    config: Config | None = _fitting.get(key) or choose(kernel, p)
-    while config is not None:
+    configs: tuple[Config, ...] | None = _fitting.get(key) or tuple([choose(part, p) for part in parts])
+    while configs is not None:
         try:
-            start(make(config), p.device)
+            ready = prepare(make(configs), p.device)
         except OutOfSharedMemory:
-            config = smaller(config)
+            configs = all_smaller(configs)
             continue
-        _fitting[key] = config
-        return
+        _fitting[key] = configs
+        return ready
     raise RuntimeError(f"no configuration of the {kernel} kernel fits this GPU for {p.describe()}")
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------------------------
 
 
-def _forward(p: Problem, out: Tensor, lse: Tensor, highest: Tensor, config: Config) -> Launch:
+def forward_launch(p: Problem, own: dict[str, Any], config: Config) -> Launch:
     tiles = row_tiles(p, config)
     return Launch(
         "forward",
         p.batch * p.heads * tiles.count,
+        own,
         {
-            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks, "p_seed": seed_of(p),
-            "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), "s_out": strides(out),
-            **tiles.arguments, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale), **dropout_arguments(p),
-            **mod_arguments(p),
+            "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), "s_out": strides(own["p_out"]),
+            "tiles": tiles.tensors, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale),
+            **dropout_arguments(p), **mod_arguments(p),
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
-            **size_constants(p, config), "MASKED_STAGES": config.masked_stages,
+            "M": config.m, "N": config.n, **size_constants(p), "STAGES": config.stages, "MASKED_STAGES": config.masked_stages,
         },
         config.warps, config.stages,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Where the programs of a decoding step leave their shares: [batch * kv heads, splits, rows]."""
-
-    acc: Tensor
-    highest: Tensor
-    total: Tensor
-    count: int
-
-
-def _splits(p: Problem, config: Config) -> Splits:
-    count = split_count(p, -(-p.kv_len // config.n))
-    shape = (p.batch * p.kv_heads, count, p.heads // p.kv_heads * p.q_len)
-    acc = torch.empty((*shape, p.v_dim), dtype=torch.float32, device=p.device)
-    return Splits(acc, acc.new_empty(shape), acc.new_empty(shape), count)
-
-
-def _split(p: Problem, parts: Splits, config: Config) -> Launch:
+def split_launch(p: Problem, own: dict[str, Any], splits: int, config: Config) -> Launch:
     rows = p.heads // p.kv_heads * p.q_len
     return Launch(
         "split",
-        p.batch * p.kv_heads * parts.count,
+        p.batch * p.kv_heads * splits,
+        own,
         {
-            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_acc": parts.acc, "p_m": parts.highest, "p_l": parts.total, "p_seed": seed_of(p),
             "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), **shape_arguments(p),
-            "n_splits": parts.count, "per_split": -(-p.kv_len // (config.n * parts.count)), "scale": float(p.scale), "threshold": threshold(p.dropout_p),
+            "n_splits": splits, "per_split": -(-p.kv_len // (config.n * splits)), "scale": float(p.scale), "threshold": threshold(p.dropout_p),
             **mod_arguments(p),
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "DROPOUT": p.dropout_p > 0, **size_constants(p, config), "M": max(16, 1 << (rows - 1).bit_length())},
+        {
+            "MASK": mask_of(p), "SCORE": score_of(p), "DROPOUT": p.dropout_p > 0, "M": max(16, 1 << (rows - 1).bit_length()), "N": config.n,
+            **size_constants(p), "STAGES": config.stages,
+        },
         config.warps, config.stages,
     )  # fmt: skip
 
 
-def _combine(p: Problem, parts: Splits, out: Tensor, lse: Tensor, highest: Tensor) -> Launch:
+def combine_launch(p: Problem, own: dict[str, Any], splits: int) -> Launch:
     return Launch(
         "combine",
         p.batch * p.heads * p.q_len,
+        own,
         {
-            "p_acc": parts.acc, "p_m": parts.highest, "p_l": parts.total, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks,
-            "s_out": strides(out), "n_heads": p.heads, "ratio": p.heads // p.kv_heads, "n_q": p.q_len, "n_splits": parts.count, "keep_scale": dropout_scale(p),
+            "s_out": strides(own["p_out"]), "n_heads": p.heads, "ratio": p.heads // p.kv_heads, "n_q": p.q_len, "n_splits": splits,
+            "keep_scale": dropout_scale(p),
         },
         {"SINKS": p.sinks is not None, "SPLITS": MOST_SPLITS, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
         4, 1,
     )  # fmt: skip
 
 
-def _sums(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> Launch:
+def sums_launch(p: Problem, own: dict[str, Any]) -> Launch:
     rows = 32
     return Launch(
         "sums",
         p.batch * p.heads * -(-p.q_len // rows),
-        {
-            "p_out": output.out, "p_do": grad_out, "p_dlse": None if grad_lse is None else grad_lse.float().contiguous(), "p_delta": delta,
-            "s_out": strides(output.out), "s_do": strides(grad_out), "n_heads": p.heads, "n_q": p.q_len,
-        },
-        {"HAS_DLSE": grad_lse is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
+        own,
+        {"s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len},
+        {"HAS_DLSE": own["p_dlse"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
         4, 1,
     )  # fmt: skip
 
-def _keys(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, config: Config) -> Launch:
-    tiles = column_tiles(p, config)
-    return Launch(
-        "keys",
-        p.batch * p.kv_heads * tiles.count,
-        {
-            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": lse, "p_delta": delta, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p),
-            "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), "s_do": strides(grad_out), "s_dk": strides(dk), "s_dv": strides(dv),
-            **tiles.arguments, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale), **dropout_arguments(p),
-            **mod_arguments(p),
-        },
-        {
-            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0,
-            **size_constants(p, config), "MASKED_STAGES": config.masked_stages,
-        },
-        config.warps, config.stages,
-    )  # fmt: skip
 
-def _queries(
-    p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, dq: Tensor, gradients: list[Tensor], wanted: frozenset[int], config: Config
-) -> Launch:
-    tiles = row_tiles(p, config)
+def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], keys: Config, queries: Config) -> Launch:
+    columns, rows = column_tiles(p, keys), row_tiles(p, queries)
+    key_programs = p.batch * p.kv_heads * columns.count
     return Launch(
-        "queries",
-        p.batch * p.heads * tiles.count,
+        "gradients",
+        key_programs + p.batch * p.heads * rows.count,
+        own,
         {
-            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": lse, "p_delta": delta, "p_dq": dq, "p_seed": seed_of(p),
-            "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), "s_do": strides(grad_out), "s_dq": strides(dq),
-            **tiles.arguments, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale), **dropout_arguments(p),
-            **mod_arguments(p), "score_g": tuple(gradients),
+            **{f"s_{name}": strides(own[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
+            "columns": columns.tensors, "s_columns": columns.strides, "n_columns": columns.count,
+            "rows": rows.tensors, "s_rows": rows.strides, "n_rows": rows.count, "n_key_programs": key_programs,
+            **shape_arguments(p), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": tiles.mapped,
-            "DROPOUT": p.dropout_p > 0, **size_constants(p, config), "MASKED_STAGES": config.masked_stages,
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": rows.mapped,
+            "DROPOUT": p.dropout_p > 0, "KEYS_M": keys.m, "KEYS_N": keys.n, "QUERIES_M": queries.m, "QUERIES_N": queries.n, **size_constants(p),
+            "KEYS_STAGES": keys.stages, "KEYS_MASKED_STAGES": keys.masked_stages,
+            "QUERIES_STAGES": queries.stages, "QUERIES_MASKED_STAGES": queries.masked_stages,
         },
-        config.warps, config.stages,
+        keys.warps, keys.stages,
     )  # fmt: skip
 
 
@@ -223,8 +222,9 @@ def is_decoding(p: Problem) -> bool:
     return p.tiles is None and p.heads // p.kv_heads * p.q_len <= DECODE_ROWS and p.kv_len >= DECODE_KEYS * p.q_len
 
 
-def split_count(p: Problem, tiles: int) -> int:
+def split_count(p: Problem) -> int:
     """Enough programs to fill the GPU a few times over, each with a few key tiles at least."""
+    tiles = -(-p.kv_len // choose("decode", p).n)
     processors = torch.cuda.get_device_properties(p.device).multi_processor_count if p.device.type == "cuda" else FEW_PROCESSORS
     wanted = -(-PROGRAMS_PER_PROCESSOR * processors // (p.batch * p.kv_heads))
     return max(1, min(wanted, tiles // TILES_PER_SPLIT, MOST_SPLITS))
@@ -264,9 +264,9 @@ def dropout_arguments(p: Problem) -> dict[str, Any]:
     return {"keep_scale": dropout_scale(p), "threshold": threshold(p.dropout_p)}
 
 
-def size_constants(p: Problem, config: Config) -> dict[str, Any]:
+def size_constants(p: Problem) -> dict[str, Any]:
     precise = "tf32" if p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     return {
-        "M": config.m, "N": config.n, "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim,
+        "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim,
         "PRECISION": precise, "UPCAST": interpreted() and p.dtype == torch.bfloat16,
     }  # fmt: skip

@@ -29,6 +29,14 @@ def load_rows(p_first, s, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COL
 
 
 @triton.jit
+def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
+    o_row = tl.arange(0, ROWS)
+    o_column = tl.arange(0, COLUMNS)
+    p = p_first + (o_row[:, None] * s[2] + o_column[None, :] * s[3])
+    tl.store(p, b_x.to(p_first.dtype.element_ty), mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE))
+
+
+@triton.jit
 def run_of(p_start, p_count, run):
     start = tl.load(p_start + run)
     return start, start + tl.load(p_count + run)
@@ -36,34 +44,26 @@ def run_of(p_start, p_count, run):
 
 @triton.jit
 def final_scores(
-    b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask_p, mask_i, mask_f, mask_s, score_p, score_i, score_f, score_s,
-    MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
+    b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """From q.k to the final score in base 2: scale, score function, then -inf where the mask or the end forbids."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
     if SCORE is None:
         b_s = b_s * (scale * LOG2E)
     else:
-        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score_p, score_i, score_f, score_s) * LOG2E
+        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3]) * LOG2E
     if MASKED:
         allowed = (o_kv < n_kv)[None, :]
         if MASK is not None:
-            allowed = allowed & MASK(i_b, i_h, i_q, i_kv, mask_p, mask_i, mask_f, mask_s)
+            allowed = allowed & MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3])
         b_s = tl.where(allowed, b_s, float("-inf"))
     return b_s
 
 
 @triton.jit
-def load_heard(p_first, s, allowed, n_left, ROWS: tl.constexpr, OTHERS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
-    """load_rows of those rows that take part in this tile at all, 0 for the others: 0 * NaN is NaN, so they must not be multiplied.
-
-    `allowed` broadcasts to [OTHERS, ROWS].
-    """
-    o_row = tl.arange(0, ROWS)
-    o_column = tl.arange(0, COLUMNS)
-    anyone = tl.max(tl.where(tl.broadcast_to(allowed, [OTHERS, ROWS]), 1, 0), 0) > 0
-    p = p_first + (o_row[:, None] * tl.cast(s[2], tl.int32) + o_column[None, :] * s[3])
-    return tl.load(p, mask=(anyone & (o_row < n_left))[:, None] & (o_column[None, :] < COLUMNS_TRUE), other=0.0)
+def has_nan(b_x):
+    """Whether any element of a block is NaN."""
+    return tl.max(tl.max(tl.where(b_x != b_x, 1, 0), 1), 0) > 0
 
 
 @triton.jit

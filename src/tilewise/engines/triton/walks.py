@@ -18,7 +18,8 @@ class KernelTiles:
 
     count: int  # tiles along the axis that programs are given
     mapped: bool
-    arguments: dict[str, Any]
+    tensors: tuple[Any, ...] = (None,) * 7  # order; offsets, start, count of the partial runs; the same of the full ones
+    strides: tuple[int, int] = (0, 0)  # from one batch, and from one head, to the next, in rows
 
 
 def row_tiles(p: Problem, config: Config) -> KernelTiles:
@@ -27,7 +28,7 @@ def row_tiles(p: Problem, config: Config) -> KernelTiles:
         return _stand_in(p)
     tile_map = map_of(p, (config.m, config.n))
     if tile_map is None:
-        return KernelTiles(-(-p.q_len // config.m), False, UNMAPPED)
+        return KernelTiles(-(-p.q_len // config.m), False)
 
     def make() -> KernelTiles:
         g = tile_map.geometry
@@ -43,7 +44,7 @@ def column_tiles(p: Problem, config: Config) -> KernelTiles:
         return _stand_in(p)
     tile_map = map_of(p, (config.m, config.n))
     if tile_map is None:
-        return KernelTiles(-(-p.kv_len // config.n), False, UNMAPPED)
+        return KernelTiles(-(-p.kv_len // config.n), False)
 
     def make() -> KernelTiles:
         g = tile_map.geometry
@@ -53,14 +54,11 @@ def column_tiles(p: Problem, config: Config) -> KernelTiles:
     return tile_map.remember("kernel columns", make)
 
 
-UNMAPPED = {"tiles": (None,) * 7, "s_tiles": (0, 0)}
-
-
 def _stand_in(p: Problem) -> KernelTiles:
     """For building ahead: what the arguments look like, without a map."""
     if p.mask is None and p.tiles is None:
-        return KernelTiles(1, False, UNMAPPED)
-    return KernelTiles(1, True, {"tiles": (torch.empty(1, dtype=torch.int32, device="meta"),) * 7, "s_tiles": (0, 0)})
+        return KernelTiles(1, False)
+    return KernelTiles(1, True, (torch.empty(1, dtype=torch.int32, device="meta"),) * 7)
 
 
 def _kernel_tiles(partial: Runs, full: Runs, count: int, g: Geometry) -> KernelTiles:
@@ -70,7 +68,7 @@ def _kernel_tiles(partial: Runs, full: Runs, count: int, g: Geometry) -> KernelT
     order = torch.argsort(work.view(-1, count), dim=1, descending=True, stable=True).int().flatten()
     strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
     tensors = (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count)
-    return KernelTiles(count, True, {"tiles": tensors, "s_tiles": strides_in_rows})
+    return KernelTiles(count, True, tensors, strides_in_rows)
 
 
 def with_tail_partial(partial: Runs, full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:

@@ -1,0 +1,214 @@
+"""Calls remembered: one like an earlier one skips the checks, the tracing and the choice of an engine.
+
+A call is known by everything those depend on: shapes, strides, dtypes, options, and its mask and score functions. A function is
+known by its code and by what its closure, defaults and globals hold: numbers by value, tensors by identity and place. What
+cannot be known that way (an object with attributes, a list, a function that computes with tensors while it is traced) is not
+remembered, and such a call takes the long way every time. Tensors are held weakly: nothing here keeps one alive.
+"""
+
+import math
+import operator
+import threading
+import weakref
+from collections import OrderedDict
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from tilewise.dispatch import Choice
+from tilewise.engines import Engine
+from tilewise.lang import Call
+from tilewise.masks import Mask
+from tilewise.problem import Options, Problem, seed_tensor
+from tilewise.scores import Score, Sinks
+from tilewise.tiles import TileMap
+
+MOST_CALLS = 256
+DEEPEST = 8  # functions within functions
+VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
+PLAIN = (Tensor, Parameter)
+NO_TENSORS = dict.fromkeys(("query", "key", "value", "tiles", "sinks", "seed"))
+CONSTANT_MODULES = (torch, math, operator, torch.nn.functional)
+
+
+class Sight(NamedTuple):
+    """What a call looks like, and the tensors and maps that its mask and score hold."""
+
+    key: tuple[Any, ...]
+    held: tuple[Any, ...]
+
+
+class Known(NamedTuple):
+    """What was found out about a call. The problem is without its tensors; their places among those held are kept instead."""
+
+    engine: Engine
+    problem: Problem
+    choice: Choice
+    mask_name: str
+    held: tuple[weakref.ref[Any], ...]
+    mask: tuple[int, ...]
+    score: tuple[int, ...]
+    sinks: int | None
+    tiles: int | None
+
+
+_calls: OrderedDict[Any, Known] = OrderedDict()
+_lock = threading.Lock()
+
+
+def sight(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool) -> Sight | None:
+    """What a call is known by; None if it cannot be."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    device, dtype = query.device, query.dtype
+    if query.dim() != 4 or query.shape[0] != key.shape[0] or forward_ad._current_level >= 0:
+        return None
+    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is not dtype:
+        return None
+    parts: list[Any] = [
+        backend, needs_lse, device, dtype, options[:5], options.seed is None, torch.are_deterministic_algorithms_enabled(),
+        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+    ]  # fmt: skip
+    for tensor in (query, key, value):
+        if type(tensor) not in PLAIN:
+            return None
+        parts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15, tensor.device)
+    held: list[Any] = []
+    for given in (mask, score):
+        if not _look(given, parts, held, DEEPEST):
+            return None
+    return Sight(tuple(parts), tuple(held))
+
+
+def _look(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
+    """Add what a value is known by; False if that cannot be told."""
+    kind = type(value)
+    parts.append(kind)
+    if kind in VALUES:
+        parts.append(value)
+        return True
+    if kind is FunctionType:
+        return depth > 0 and _look_at_function(value, parts, held, depth - 1)
+    if kind in PLAIN:
+        if value.is_inference() or (depth == DEEPEST and value.is_floating_point()):  # an additive mask: its contents decide how it is read
+            return False
+        parts += (id(value), value.data_ptr(), value.shape, value.stride(), value.requires_grad)
+        held.append(value)
+        return True
+    if kind is TileMap:
+        parts.append(id(value))
+        held.append(value)
+        return True
+    if kind is Sinks:
+        return _look(value.logits, parts, held, depth - 1)
+    if kind in (Mask, Score):
+        return _look(value.function, parts, held, depth)
+    if kind in (tuple, list) and depth == DEEPEST:  # several scores
+        parts.append(len(value))
+        return all([_look(v, parts, held, depth) for v in value])
+    if kind is partial:
+        parts += (len(value.args), *value.keywords)
+        return all([_look(v, parts, held, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])
+    return False
+
+
+def _look_at_function(function: FunctionType, parts: list[Any], held: list[Any], depth: int) -> bool:
+    code = function.__code__
+    parts.append(code)
+    for cell in function.__closure__ or ():
+        try:
+            found = cell.cell_contents
+        except ValueError:  # not yet assigned
+            return False
+        if not _look(found, parts, held, depth):
+            return False
+    for default in function.__defaults__ or ():
+        if not _look(default, parts, held, depth):
+            return False
+    if function.__kwdefaults__:
+        return False
+    names = _names_of.get(code)
+    if names is None:
+        if len(_names_of) >= MOST_CALLS:
+            _names_of.clear()
+        names = _names_of[code] = tuple(sorted(_global_names(code)))
+    for name in names:
+        found = function.__globals__.get(name, _names_of)
+        if found is _names_of:  # a builtin, or an attribute's name
+            continue
+        if type(found) is ModuleType:
+            if found not in CONSTANT_MODULES:
+                return False
+        elif not _look(found, parts, held, depth):
+            return False
+    return True
+
+
+_names_of: dict[CodeType, tuple[str, ...]] = {}
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Names a function may look up outside itself; those of the functions it makes included."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return set(code.co_names).union(*[_global_names(c) for c in inner])
+
+
+def find(seen: Sight) -> Known | None:
+    with _lock:
+        known = _calls.get(seen.key)
+        if known is None:
+            return None
+        _calls.move_to_end(seen.key)
+    return known if all([ref() is t for ref, t in zip(known.held, seen.held, strict=True)]) else None
+
+
+def remember(seen: Sight, engine: Engine, problem: Problem, choice: Choice, mask_name: str) -> None:
+    """Keep what was found out, if the problem holds nothing but what the call showed."""
+    places = {id(t): n for n, t in enumerate(seen.held)}
+    calls = [c for c in (problem.mask, problem.score) if c is not None]
+    inner = [t for c in calls for t in c.captures] if problem.tiles is None else [t for c in calls[1:] for t in c.captures]
+    owned = [*inner, *[t for t in (problem.sinks, problem.tiles) if t is not None]]
+    if any([id(t) not in places for t in owned]) or not all([c.repeatable for c in calls]):
+        return
+    bare = problem.with_tensors(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
+    known = Known(
+        engine, bare, choice, mask_name, tuple([weakref.ref(t) for t in seen.held]),
+        () if problem.mask is None or problem.tiles is not None else tuple([places[id(t)] for t in problem.mask.captures]),
+        () if problem.score is None else tuple([places[id(t)] for t in problem.score.captures]),
+        None if problem.sinks is None else places[id(problem.sinks)],
+        None if problem.tiles is None else places[id(problem.tiles)],
+    )  # fmt: skip
+    with _lock:
+        _calls[seen.key] = known
+        _calls.move_to_end(seen.key)
+        if len(_calls) > MOST_CALLS:
+            _calls.popitem(last=False)
+
+
+def _bare(call: Call | None) -> Call | None:
+    return None if call is None else Call(call.program, (), call.ints, call.floats)
+
+
+def restored(known: Known, seen: Sight, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Problem:
+    """The problem of a call like an earlier one."""
+    bare, held = known.problem, seen.held
+    tiles = None if known.tiles is None else held[known.tiles]
+    return bare.with_tensors(
+        query=query, key=key, value=value, tiles=tiles,
+        mask=tiles.mask if tiles is not None else _with(bare.mask, known.mask, held), score=_with(bare.score, known.score, held),
+        sinks=None if known.sinks is None else held[known.sinks], seed=seed_tensor(options.seed, options.dropout_p),
+    )  # fmt: skip
+
+
+def _with(call: Call | None, places: tuple[int, ...], held: tuple[Any, ...]) -> Call | None:
+    return call if not places or call is None else Call(call.program, tuple([held[n] for n in places]), call.ints, call.floats)
+
+
+def forget() -> None:
+    with _lock:
+        _calls.clear()
