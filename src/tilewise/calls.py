@@ -10,7 +10,6 @@ import math
 import operator
 import threading
 import weakref
-from collections import OrderedDict
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from tilewise.problem import Options, Problem, seed_tensor
 from tilewise.scores import Score, Sinks
 from tilewise.tiles import TileMap
 
-MOST_CALLS = 256
+MOST_CALLS = 512
 DEEPEST = 8  # functions within functions
 VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 PLAIN = (Tensor, Parameter)
@@ -37,7 +36,7 @@ CONSTANT_MODULES = (torch, math, operator, torch.nn.functional)
 
 
 class Sight(NamedTuple):
-    """What a call looks like, and the tensors and maps that its mask and score hold."""
+    """What a call looks like, and the tensors, maps and code that its mask and score hold."""
 
     key: tuple[Any, ...]
     held: tuple[Any, ...]
@@ -57,7 +56,7 @@ class Known(NamedTuple):
     tiles: int | None
 
 
-_calls: OrderedDict[Any, Known] = OrderedDict()
+_calls: dict[Any, Known] = {}  # oldest first
 _lock = threading.Lock()
 
 
@@ -66,23 +65,27 @@ def sight(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opti
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     device, dtype = query.device, query.dtype
-    if query.dim() != 4 or query.shape[0] != key.shape[0] or forward_ad._current_level >= 0:
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN) or forward_ad._current_level >= 0:
+        return None
+    if key.dtype is not dtype or value.dtype is not dtype or key.device != device or value.device != device:
+        return None
+    shape, kv_shape = query.shape, key.shape
+    if len(shape) != 4 or shape[0] != kv_shape[0]:
         return None
     if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is not dtype:
         return None
-    parts: list[Any] = [
+    known: tuple[Any, ...] = (
         backend, needs_lse, device, dtype, options[:5], options.seed is None, torch.are_deterministic_algorithms_enabled(),
-        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-    ]  # fmt: skip
-    for tensor in (query, key, value):
-        if type(tensor) not in PLAIN:
-            return None
-        parts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15, tensor.device)
+        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32, shape, query.stride(), kv_shape, key.stride(), value.shape, value.stride(),
+        query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15,
+    )  # fmt: skip
+    if mask is None and score is None:
+        return Sight(known, ())
+    parts: list[Any] = [known]
     held: list[Any] = []
-    for given in (mask, score):
-        if not _look(given, parts, held, DEEPEST):
-            return None
-    return Sight(tuple(parts), tuple(held))
+    if _look(mask, parts, held, DEEPEST) and _look(score, parts, held, DEEPEST):
+        return Sight(tuple(parts), tuple(held))
+    return None
 
 
 def _look(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
@@ -119,7 +122,8 @@ def _look(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
 
 def _look_at_function(function: FunctionType, parts: list[Any], held: list[Any], depth: int) -> bool:
     code = function.__code__
-    parts.append(code)
+    parts.append(id(code))  # to hash a code object takes longer than all the rest
+    held.append(code)
     for cell in function.__closure__ or ():
         try:
             found = cell.cell_contents
@@ -132,12 +136,12 @@ def _look_at_function(function: FunctionType, parts: list[Any], held: list[Any],
             return False
     if function.__kwdefaults__:
         return False
-    names = _names_of.get(code)
-    if names is None:
+    known = _names_of.get(id(code))
+    if known is None or known[0] is not code:
         if len(_names_of) >= MOST_CALLS:
             _names_of.clear()
-        names = _names_of[code] = tuple(sorted(_global_names(code)))
-    for name in names:
+        known = _names_of[id(code)] = (code, tuple(sorted(_global_names(code))))
+    for name in known[1]:
         found = function.__globals__.get(name, _names_of)
         if found is _names_of:  # a builtin, or an attribute's name
             continue
@@ -149,7 +153,7 @@ def _look_at_function(function: FunctionType, parts: list[Any], held: list[Any],
     return True
 
 
-_names_of: dict[CodeType, tuple[str, ...]] = {}
+_names_of: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
 
 
 def _global_names(code: CodeType) -> set[str]:
@@ -159,11 +163,9 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def find(seen: Sight) -> Known | None:
-    with _lock:
-        known = _calls.get(seen.key)
-        if known is None:
-            return None
-        _calls.move_to_end(seen.key)
+    known = _calls.get(seen.key)
+    if known is None or not seen.held:
+        return known
     return known if all([ref() is t for ref, t in zip(known.held, seen.held, strict=True)]) else None
 
 
@@ -184,10 +186,10 @@ def remember(seen: Sight, engine: Engine, problem: Problem, choice: Choice, mask
         None if problem.tiles is None else places[id(problem.tiles)],
     )  # fmt: skip
     with _lock:
+        _calls.pop(seen.key, None)
         _calls[seen.key] = known
-        _calls.move_to_end(seen.key)
         if len(_calls) > MOST_CALLS:
-            _calls.popitem(last=False)
+            _calls.pop(next(iter(_calls)))  # the oldest
 
 
 def _bare(call: Call | None) -> Call | None:

@@ -31,7 +31,7 @@ def trace_value(function: Callable[..., Any], dtype: torch.dtype = torch.float32
     tracer = tracing.Tracer(torch.device("cpu"))
     symbols = [tracing.Symbol(tracer, tracer.tape.index(name)) for name in INDICES]
     score = tracing.Symbol(tracer, tracer.tape.score(NAME_OF[dtype]))
-    result = tracing._call(function, [score, *symbols], "score", "(score, b, h, q, kv)")
+    result = tracing._call(tracer, function, [score, *symbols], "score", "(score, b, h, q, kv)")
     return tracing._finish(tracer, tracing._operand_of_result(tracer, result, function))
 
 

@@ -34,7 +34,10 @@ def run_directly(engine: Engine, problem: Problem) -> Output:
 
 
 def _forward(engine: Engine, problem: Problem) -> Output:
-    with as_written(problem.device):
+    if torch.is_autocast_enabled(problem.device.type):
+        with as_written(problem.device):
+            output = engine.forward(problem)
+    else:
         output = engine.forward(problem)
     return Output(as_laid_out(output.out, problem), output.lse, output.highest)
 

@@ -3,12 +3,12 @@
 from tilewise.lang.bounds import Bounds
 from tilewise.lang.derive import Derivative, LoadSite, derive
 from tilewise.lang.interpret import evaluate, interpret, wrapped
-from tilewise.lang.intervals import Interval
+from tilewise.lang.intervals import Interval, point, steps
 from tilewise.lang.program import INDICES, Call, CaptureSpec, Program, parse
 from tilewise.lang.rewrite import gathered, shifted
 from tilewise.lang.trace import name_of, trace_mask, trace_score
 
 __all__ = [
     "INDICES", "Bounds", "Call", "CaptureSpec", "Derivative", "Interval", "LoadSite", "Program",
-    "derive", "evaluate", "gathered", "interpret", "name_of", "parse", "shifted", "trace_mask", "trace_score", "wrapped",
+    "derive", "evaluate", "gathered", "interpret", "name_of", "parse", "point", "shifted", "steps", "trace_mask", "trace_score", "wrapped",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.lang import intervals
-from tilewise.lang.intervals import Interval
+from tilewise.lang.intervals import Interval, Steps
 from tilewise.lang.ops import OPS
 from tilewise.lang.program import Call, literal_value
 from tilewise.lang.types import Type, promote
@@ -26,8 +26,12 @@ class CaptureRanges:
         self.tensor = tensor.detach()
         self._tables: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._overall: Interval | None = None
+        self._blocks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def query(self, index: list[Interval]) -> Interval:
+        stepped = [d for d, i in enumerate(index) if isinstance(i, Steps) and i.length <= self.tensor.shape[d]]
+        if len(stepped) == 1 and all(i.lo is i.hi for d, i in enumerate(index) if d != stepped[0]):
+            return self._by_steps(stepped[0], index)
         inside = [self._inside(interval, size) for interval, size in zip(index, self.tensor.shape, strict=True)]
         varying = [d for d, (lo, hi) in enumerate(inside) if bool((lo != hi).any())]
         if not varying:
@@ -36,6 +40,26 @@ class CaptureRanges:
         if len(varying) == 1:
             return self._along(varying[0], inside)
         return self._anywhere(inside)
+
+    def _by_steps(self, dim: int, index: list[Interval]) -> Interval:
+        """One look-up, where the index goes through the dimension in whole steps."""
+        along = index[dim]
+        assert isinstance(along, Steps)
+        key = (dim, along.step, along.length)
+        if key not in self._blocks:
+            values = self.tensor.movedim(dim, -1)[..., : along.length]
+            padding = -along.length % along.step
+            if padding:
+                values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], padding)], -1)
+            blocks = values.unflatten(-1, (-1, along.step))
+            self._blocks[key] = blocks.amin(-1), blocks.amax(-1)
+        lows, highs = self._blocks[key]
+        at = along.cell
+        stride = lows.shape[-1]
+        for d in reversed([d for d in range(len(index)) if d != dim]):
+            at = at + self._inside(index[d], self.tensor.shape[d])[0] * stride
+            stride *= self.tensor.shape[d]
+        return intervals.around(_taken(lows, at), _taken(highs, at))
 
     @staticmethod
     def _inside(interval: Interval, size: int) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,20 @@ class Interval(NamedTuple):
     hi: Tensor
 
 
+class Steps(Interval):
+    """Whole steps of an axis: from cell * step up to the next cell's, cut at the axis' length. Captures indexed by it are read step by step."""
+
+    cell: Tensor
+    step: int
+    length: int
+
+
+def steps(cell: Tensor, step: int, length: int) -> Steps:
+    found = Steps((cell * step).double(), ((cell + 1) * step - 1).clamp(max=length - 1).double())
+    found.cell, found.step, found.length = cell, step, length
+    return found
+
+
 def point(value: Tensor) -> Interval:
     return Interval(value, value)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.lang import Bounds, Call, Interval, evaluate
+from tilewise.lang import Bounds, Call, Interval, evaluate, point, steps
 from tilewise.tiles.runs import Pile, Runs, from_dense
 
 CHUNK_ELEMENTS = 2**22  # mask elements evaluated at a time
@@ -154,13 +154,10 @@ class _Builder:
 
     def _interval(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, size: int) -> Interval:
         g = self.geometry
-
-        def positions(cell: Tensor, tile: int, length: int) -> Interval:
-            step = tile * size
-            return Interval((cell * step).double(), ((cell + 1) * step - 1).clamp(max=length - 1).double())
-
-        points = {"b": Interval(b.double(), b.double()), "h": Interval(h.double(), h.double())}
-        box = points | {"q": positions(q, g.tile[0], g.q_len), "kv": positions(kv, g.tile[1], g.kv_len)}
+        box = {
+            "b": point(b.double()), "h": point(h.double()),
+            "q": steps(q, g.tile[0] * size, g.q_len), "kv": steps(kv, g.tile[1] * size, g.kv_len),
+        }  # fmt: skip
         return self.bounds.over(box)
 
     def _keep(self, bh: Tensor, row: Tensor, start: Tensor, count: Tensor, size: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.errors import InputError
+from tilewise.errors import InputError, TraceError
 from tilewise.lang import Call, name_of, trace_mask
 from tilewise.masks import Mask
 from tilewise.tiles.build import Geometry
@@ -152,9 +152,12 @@ def tile_map(
     if min(q_len, kv_len) < 0 or min(tile) < 1:
         raise InputError(f"tile_map takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
     extent = Extent(1 if batch is None else batch, 1 if heads is None else heads, q_len, kv_len)
-    if 0 in (q_len, kv_len) and callable(mask):  # nothing for it to decide, and tensors it loads from may be empty
-        mask = None
-    reading = read_mask(mask, extent, device)
+    try:
+        reading = read_mask(mask, extent, device)
+    except TraceError:
+        if 0 not in (q_len, kv_len):
+            raise
+        reading = MaskReading()  # there is nothing for the mask to decide, and the tensors it loads from may be empty
     if reading.tiles is not None:
         return reading.tiles.recut(tile) if device is None else reading.tiles.recut(tile).to(device)
     call = reading.call if reading.call is not None else trace_mask(lambda b, h, q, kv: True)

@@ -6,7 +6,7 @@ Triton is imported when the engine first serves a call, never by `import tilewis
 import importlib.metadata
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,16 +47,24 @@ class TritonEngine(Engine):
         return None
 
     def forward(self, problem: Problem) -> Output:
-        from tilewise.engines.triton import run
-
-        with current(problem.device):
-            return run.forward(problem)
+        if on_current_device(problem.device):
+            return _run().forward(problem)
+        with torch.cuda.device(problem.device):
+            return _run().forward(problem)
 
     def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-        from tilewise.engines.triton import run
+        if on_current_device(problem.device):
+            return _run().backward(problem, output, grad_out, grad_lse, wanted)
+        with torch.cuda.device(problem.device):
+            return _run().backward(problem, output, grad_out, grad_lse, wanted)
 
-        with current(problem.device):
-            return run.backward(problem, output, grad_out, grad_lse, wanted)
+
+@lru_cache(maxsize=1)
+def _run() -> Any:
+    """The module that imports Triton."""
+    from tilewise.engines.triton import run
+
+    return run
 
 
 def _missing() -> str | None:
@@ -77,11 +85,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-_already_there = nullcontext()
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def on_current_device(device: torch.device) -> bool:
     """Kernels start on the current device, which need not be the tensors'."""
-    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
-        return _already_there
-    return torch.cuda.device(device)
+    return device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device()

@@ -33,11 +33,11 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
     out = like_query(p.query, p.v_dim)
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     own = {
-        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows,
+        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows, **run.shift_parts(p),
         "p_dq": p.query, "p_dk": p.key, "p_dv": p.value, "p_seed": run.seed_of(p), "score_g": run.gradient_buffers(p, wanted),
     }  # fmt: skip
     return [
-        lambda: [run.sums_launch(p, {"p_out": out, "p_do": out, "p_dlse": None, "p_delta": rows})],
+        lambda: [run.sums_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, **run.shift_parts(p)})],
         _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own, wanted, *c)),
     ]
 

@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import key_rows, query_rows, weightless
-from tilewise.engines.triton.steps import LOG2E, final_scores, has_nan, kept, load_rows, run_of, store_rows
+from tilewise.engines.triton.steps import final_scores, has_nan, kept, load_rows, run_of, store_rows, unit
 
 
 @triton.jit
-def sums(p_out, p_do, p_dlse, p_delta, s_out, s_do, n_heads, n_q, HAS_DLSE: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DV_TRUE: tl.constexpr):
-    """delta = sum over the head dim of dO * O, less dlse."""
+def sums(
+    p_out, p_do, p_lse, p_dlse, p_delta, p_lse_parts, p_delta_parts, s_out, s_do, n_heads, n_q, unit,
+    HAS_DLSE: tl.constexpr, FOLDED: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DV_TRUE: tl.constexpr,
+):  # fmt: skip
+    """delta = sum over the head dim of dO * O, less dlse; and -lse / unit and -delta in a form that a product can add (`shifted`)."""
     n_tiles = (n_q + M - 1) // M
     i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
@@ -31,15 +34,58 @@ def sums(p_out, p_do, p_dlse, p_delta, s_out, s_do, n_heads, n_q, HAS_DLSE: tl.c
     if HAS_DLSE:
         b_delta -= tl.load(p_dlse + o_row, mask=inside, other=0.0)
     tl.store(p_delta + o_row, b_delta, mask=inside)
+    if FOLDED:
+        b_lse = weightless(tl.load(p_lse + o_row, mask=inside, other=0.0))
+        store_shift(p_lse_parts, o_row, inside, -b_lse / unit)
+        store_shift(p_delta_parts, o_row, inside, -b_delta)
+
+
+# A number per query is wanted at every key of a transposed tile, where each thread would have to load a quarter of them. A product
+# brings it there for next to nothing: [N, 16] @ [16, M], with the number as a sum of three 16-bit parts, exact to 24 bits.
+SHIFT_PARTS: tl.constexpr = tl.constexpr(16)  # the least a product takes
+
+
+@triton.jit
+def store_shift(p, o_row, inside, b_x):
+    dtype: tl.constexpr = p.dtype.element_ty
+    b_high = (b_x / 1024).to(dtype)
+    b_rest = tl.where(tl.abs(b_high.to(tl.float32)) < float("inf"), b_x - b_high.to(tl.float32) * 1024, 0.0)
+    b_middle = b_rest.to(dtype)
+    b_low = ((b_rest - b_middle.to(tl.float32)) * 1024).to(dtype)
+    o_part = tl.arange(0, SHIFT_PARTS)[None, :]
+    b_parts = tl.where(o_part == 0, b_high[:, None], tl.where(o_part == 1, b_middle[:, None], tl.where(o_part == 2, b_low[:, None], 0.0)))
+    tl.store(p + o_row[:, None] * SHIFT_PARTS + o_part, b_parts.to(dtype), mask=inside[:, None])
+
+
+@triton.jit
+def weights_of_parts(N: tl.constexpr, dtype: tl.constexpr):
+    """What `shifted` multiplies the parts by: 1024, 1, 1 / 1024 in every row."""
+    o_part = tl.arange(0, SHIFT_PARTS)[None, :]
+    b_weights = tl.where(o_part == 0, 1024.0, tl.where(o_part == 1, 1.0, tl.where(o_part == 2, 1.0 / 1024, 0.0)))
+    return (b_weights + tl.zeros([N, SHIFT_PARTS], tl.float32)).to(dtype)
+
+
+@triton.jit
+def shifted(b_x, b_weights, p_parts, first, n_left, M: tl.constexpr, UPCAST: tl.constexpr, BOUNDED: tl.constexpr):
+    """x [N, M] plus the number of each query."""
+    o_row = tl.arange(0, M)[:, None]
+    p = p_parts + first.to(tl.int64) * SHIFT_PARTS + (o_row * SHIFT_PARTS + tl.arange(0, SHIFT_PARTS)[None, :])
+    if BOUNDED:
+        b_parts = tl.load(p, mask=o_row < n_left, other=0.0)
+    else:
+        b_parts = tl.load(p)
+    if UPCAST:
+        b_weights, b_parts = b_weights.to(tl.float32), b_parts.to(tl.float32)
+    return tl.dot(b_weights, tl.trans(b_parts), b_x)
 
 
 @triton.jit
 def gradients(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_dk, p_dv, p_seed, score_g,  # score_g: where the captures' gradients are added up
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dq, p_dk, p_dv, p_seed, score_g,  # score_g: where the captures' gradients are added up
     s_q, s_k, s_v, s_do, s_dq, s_dk, s_dv,
     columns, s_columns, n_columns, rows, s_rows, n_rows,  # the map by key tiles and by query tiles, strides and counts as in the forward
     n_key_programs, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     KEYS_M: tl.constexpr, KEYS_N: tl.constexpr, QUERIES_M: tl.constexpr, QUERIES_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     KEYS_STAGES: tl.constexpr, KEYS_MASKED_STAGES: tl.constexpr, QUERIES_STAGES: tl.constexpr, QUERIES_MASKED_STAGES: tl.constexpr,
@@ -47,9 +93,10 @@ def gradients(
     pid = tl.program_id(0)
     if pid < n_key_programs:
         keys(
-            pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, columns, s_columns, n_columns,
-            n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, SLOPE, MAPPED, DROPOUT, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, KEYS_STAGES, KEYS_MASKED_STAGES)  # fmt: skip
+            pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
+            columns, s_columns, n_columns, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+            MASK, SCORE, SLOPE, MAPPED, DROPOUT, FOLDED, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
+            KEYS_STAGES, KEYS_MASKED_STAGES)  # fmt: skip
     else:
         queries(
             pid - n_key_programs, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, rows, s_rows, n_rows,
@@ -63,9 +110,9 @@ def gradients(
 
 @triton.jit
 def keys(
-    pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, n_tiles,
+    pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, n_tiles,
     n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -83,8 +130,8 @@ def keys(
     if UPCAST:
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     b_dk, b_dv = keys_walk(
-        b_k, b_v, p_q, p_do, p_lse, p_delta, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
-        scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, MAPPED, DROPOUT,
+        b_k, b_v, p_q, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
+        scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, MAPPED, DROPOUT, FOLDED,
         M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     p_k += i_b * s_k[0] + i_hk * s_k[1]
     p_v += i_b * s_v[0] + i_hk * s_v[1]
@@ -102,14 +149,15 @@ def keys(
 
 @triton.jit
 def keys_walk(
-    b_k, b_v, p_q, p_do, p_lse, p_delta, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
+    b_k, b_v, p_q, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
     scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK / scale and dV of the key tile, summed over its query tiles, of all heads that share it."""
     o_kv = i_kv * N + tl.arange(0, N)
+    b_w = weights_of_parts(N, p_q.dtype.element_ty)
     b_dk = tl.zeros([N, D], tl.float32)
     b_dv = tl.zeros([N, DV], tl.float32)
     for i_g in range(0, ratio):
@@ -123,64 +171,72 @@ def keys_walk(
                 start, stop = run_of(tiles[5], tiles[6], run)
                 for i_q in tl.range(start, stop, num_stages=STAGES):
                     b_dk, b_dv = keys_step(
-                        b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                        scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                        b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
+                        n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                        MASK, SCORE, SLOPE, False, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
                 start, stop = run_of(tiles[2], tiles[3], run)
                 for i_q in tl.range(start, stop, num_stages=MASKED_STAGES):
                     b_dk, b_dv = keys_step(
-                        b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                        scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                        b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
+                        n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                        MASK, SCORE, SLOPE, True, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         else:
             for i_q in tl.range(0, n_q // M, num_stages=STAGES):
                 b_dk, b_dv = keys_step(
-                    b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                    scale, keep_scale, threshold, mask, score,
-                    None, SCORE, SLOPE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
+                    n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                    None, SCORE, SLOPE, False, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             if n_q % M != 0:
                 b_dk, b_dv = keys_step(
-                    b_k, b_v, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse + o_bh, p_delta + o_bh, p_seed, i_b, i_h, n_q // M, o_kv, n_q, n_kv,
-                    scale, keep_scale, threshold, mask, score,
-                    None, SCORE, SLOPE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, n_q // M, o_kv,
+                    n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                    None, SCORE, SLOPE, True, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     return b_dk, b_dv
 
 
 @triton.jit
 def keys_step(
-    b_k, b_v, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    b_k, b_v, b_w, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
+    scale, keep_scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dK and dV. MASKED tiles may reach past the last query: those rows have lse = +inf and weight 0."""
+    """One query tile's share of dK and dV. MASKED tiles may reach past the last query, where q and dO are 0 and so is the share."""
     first = i_q * M
     n_left = n_q - i_q * M
-    o_row = tl.arange(0, M)
-    o_q = i_q * M + o_row
+    o_q = i_q * M + tl.arange(0, M)
     b_q = load_rows(p_q + first * s_q[2], s_q, n_left, M, D, D_TRUE, MASKED)
     b_do = load_rows(p_do + first * s_do[2], s_do, n_left, M, DV, DV_TRUE, MASKED)
     if UPCAST:
         b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
-    if MASKED:
-        b_lse = tl.load(p_lse + first + o_row, mask=o_row < n_left, other=float("inf"))
-        b_delta = tl.load(p_delta + first + o_row, mask=o_row < n_left, other=0.0)
-    else:
-        b_lse = tl.load(p_lse + first + o_row)
-        b_delta = tl.load(p_delta + first + o_row)
-    b_lse = weightless(b_lse)
     b_raw = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [N, M]
     seen_q = tl.minimum(o_q, n_q - 1)[None, :]
-    b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    b_p = tl.exp2(b_s - b_lse[None, :])
+    if FOLDED and SLOPE is None:  # no score, or one that only adds: the shift is -lse / scale, before it
+        b_s = shifted(b_raw, b_w, p_lse_parts, o_bh + first, n_left, M, UPCAST, MASKED)
+        b_s = final_scores_t(b_s, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+    else:
+        b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+    if MASKED and SCORE is not None:  # queries past the end have no lse to keep their scores small
+        b_s = tl.where((o_q < n_q)[None, :], b_s, float("-inf"))
+    b_s = b_s * unit(scale, SCORE)
+    if FOLDED and SLOPE is not None:
+        b_s = shifted(b_s, b_w, p_lse_parts, o_bh + first, n_left, M, UPCAST, MASKED)
+    if not FOLDED:
+        b_s -= weightless(tl.load(p_lse + o_bh + o_q, mask=o_q < n_q, other=0.0))[None, :]
+    b_p = tl.exp2(b_s)
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
     b_pd = b_p
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[None, :], o_kv[:, None])
         b_pd = tl.where(keep, b_p * keep_scale, 0.0)
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
-    b_ds = b_p * (b_dp - b_delta[None, :])
+    if FOLDED:
+        b_dp = shifted(b_dp, b_w, p_delta_parts, o_bh + first, n_left, M, UPCAST, MASKED)
+    else:
+        b_dp -= tl.load(p_delta + o_bh + o_q, mask=o_q < n_q, other=0.0)[None, :]
+    b_ds = b_p * b_dp
     if SLOPE is not None:
         b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], score[0], score[1], score[2], score[3])
         if MASKED:  # where the mask forbids, a score may well have no derivative
@@ -287,7 +343,7 @@ def queries_step(
     b_raw = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
     i_q = tl.minimum(o_q, n_q - 1)[:, None]
     b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    b_p = tl.exp2(b_s - b_lse[:, None])
+    b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse[:, None])
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
@@ -312,10 +368,8 @@ def queries_step(
 def final_scores_t(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
     """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their sums are not stored."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
-    if SCORE is None:
-        b_s = b_s * (scale * LOG2E)
-    else:
-        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3]) * LOG2E
+    if SCORE is not None:
+        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
     if MASKED and MASK is not None:
-        b_s = tl.where(MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]), b_s, float("-inf"))
+        b_s = tl.where(MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) >= 0, b_s, float("-inf"))
     return b_s

@@ -10,7 +10,7 @@ A row is a block of shape [1, ...], so that masks and scores see the same shapes
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_rows, run_of, store_rows
+from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_rows, run_of, store_rows, unit
 
 C: tl.constexpr = tl.constexpr(16)  # keys, or queries, looked at in one step: tiles are cut smaller, so that there is little to compile
 
@@ -28,9 +28,10 @@ def row_step(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_s = tl.sum(b_k * b_q, 1)[None, :]
     b_s = final_scores(b_s, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    b_top = tl.maximum(b_m, tl.max(b_s, 1))
+    c = unit(scale, SCORE)
+    b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_p = tl.exp2(b_s - b_base[:, None])
+    b_p = tl.exp2(b_s * c - b_base[:, None])
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:
@@ -119,7 +120,7 @@ def gradient_of_row(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_raw = tl.sum(b_k * b_q, 1)[None, :]
     b_s = final_scores(b_raw, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    b_p = tl.exp2(b_s - b_lse[:, None])
+    b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse[:, None])
     b_dp = tl.sum(b_v * b_do, 1)[None, :]
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
@@ -187,7 +188,7 @@ def key_step(
     seen_q = tl.minimum(o_q, n_q - 1)[:, None]
     b_s = final_scores(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
     b_s = tl.where((o_q < n_q)[:, None], b_s, float("-inf"))
-    b_p = tl.exp2(b_s - b_lse)
+    b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse)
     b_dp = tl.sum(b_do * b_v, 1)[:, None]
     b_pd = b_p
     if DROPOUT:

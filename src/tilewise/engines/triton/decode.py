@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import C, row_step
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, has_nan, load_rows
+from tilewise.engines.triton.steps import LOG2E, drop, final_scores, has_nan, load_rows, unit
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def split(
         for i_kv in range(first, last):
             o_kv = i_kv * N + tl.arange(0, N)
             allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask[0], mask[1], mask[2], mask[3])
-            anyone = tl.max(tl.max(tl.where(allowed, 1, 0) + tl.zeros([M, N], tl.int32), 1), 0) > 0
+            anyone = tl.max(tl.max(allowed + tl.zeros([M, N], tl.int32), 1), 0) >= 0
             lowest = tl.where(anyone, tl.minimum(lowest, i_kv), lowest)
             highest = tl.where(anyone, i_kv + 1, highest)
         first, last = lowest, highest
@@ -128,9 +128,10 @@ def split_step(
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, BOUNDED or MASK is not None)
-    b_top = tl.maximum(b_m, tl.max(b_s, 1))
+    c = unit(scale, SCORE)
+    b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_p = tl.exp2(b_s - b_base[:, None])
+    b_p = tl.exp2(b_s * c - b_base[:, None])
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:

@@ -21,6 +21,9 @@ TL = {
     "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64",
 }  # fmt: skip
 SMALL = 2**31 - 1
+HALF = 2**30 - 1  # differences of such integers fit in 32 bits
+DIFFERENCES = {"ge": "({0} - {1})", "gt": "({0} - {1} - 1)", "le": "({1} - {0})", "lt": "({1} - {0} - 1)"}  # negative where the comparison is false
+FLIPPED = {"+": "-", "-": "+"}
 EXACT = 2**24  # float32 holds every integer up to here
 
 # Text of each operation on operands of one type; those that depend on more are written by Writer._special.
@@ -36,6 +39,10 @@ TEXT = {
     "sin": "tl.sin({0})", "cos": "tl.cos({0})", "tanh": "tanh({0})", "sigmoid": "tl.sigmoid({0})", "erf": "tl.erf({0})",
     "silu": "({0} * tl.sigmoid({0}))", "relu": "tl.maximum({0}, 0, tl.PropagateNan.ALL)",
 }  # fmt: skip
+
+# Triton copies what a loop loads to shared memory ahead of time, element by element where neighbours do not lie side by side. For
+# keys' own rows and tables that costs more than it hides, so those go straight to registers.
+LOADED = {"f32": "load_f32", "i32": "load_i32", "i64": "load_i64", "f16": "load_f16", "bf16": "load_bf16"}
 
 FUNCTIONS = {
     "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "silu",
@@ -92,7 +99,8 @@ class Writer:
         elif op == "literal":
             text = _literal(attr)
         elif op == "load":
-            text = f"tl.load({self.address('p', int(attr), args)})"
+            address = self.address("p", int(attr), args)
+            text = f"tl.load({address})" if type.dtype not in LOADED or "kv" not in self.varies(args) else f"{LOADED[type.dtype]}({address})"
             if type.is_bool:
                 text = f"({text} != 0)"
             elif dtype != type.dtype:
@@ -155,10 +163,16 @@ class Writer:
             if is_float:
                 return f"tl.floor({a} / {b})" if name == "floordiv" else f"({a} - tl.floor({a} / {b}) * {b})"
             if self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0:
+                if computed == "i32" and self._divides_quickly(*args):
+                    return f"quotient({a}, {b})" if name == "floordiv" else f"({a} - quotient({a}, {b}) * {b})"
                 return f"({a} // {b})" if name == "floordiv" else f"({a} % {b})"
             remainder = f"({a} % {b})"
             wrong = f"(({remainder} != 0) & (({remainder} < 0) != ({b} < 0)))"
             return f"({a} // {b} - {wrong}.to({TL[computed]}))" if name == "floordiv" else f"({remainder} + tl.where({wrong}, {b}, 0))"
+        if name == "div" and is_float and not self.precise and not self.program.dependencies[args[1]] & {"q", "kv", "score"}:
+            return f"({operands[0]} * (1.0 / {operands[1]}))"  # one division, not one per element; scores of 16-bit inputs do not see the rounding
+        if name in ("add", "sub") and not is_float and computed != "bool":
+            return self._integer_sum(name, args, computed)
         if name == "pow":
             return self._power(args, operands, is_float)
         if name == "not" and computed == "bool":
@@ -170,6 +184,37 @@ class Writer:
         if name in ("and", "or", "xor", "add", "mul") and computed == "bool":
             return f"({operands[0]} {'&' if name in ('and', 'mul') else '^' if name == 'xor' else '|'} {operands[1]})"
         return None
+
+    def _divides_quickly(self, a: int, b: int) -> bool:
+        """Whether a column or row divided by one number may be multiplied by that number's inverse in 32 bits (see steps.quotient)."""
+        varies = self.program.dependencies
+        one_number = not varies[b] and self.program.instructions[b].op != "literal"  # the compiler knows what to do with a literal
+        return one_number and self.ranges[b].lowest > 1 and bool(varies[a] & {"q", "kv"}) and self.ranges[a].highest * self.ranges[b].highest < 2**32
+
+    def _integer_sum(self, name: str, args: tuple[int, ...], computed: str) -> str | None:
+        """A sum of integers in another order, which changes nothing: first what depends on q alone, or kv alone, so that one
+        operation is left per element."""
+        terms: list[tuple[str, int]] = []
+
+        def collect(k: int, sign: str) -> None:
+            op, inner, _, _ = self.program.instructions[k]
+            if op in ("add", "sub") and self.types[k] == computed and {"q", "kv"} <= self.program.dependencies[k]:
+                collect(inner[0], sign)
+                collect(inner[1], sign if op == "add" else FLIPPED[sign])
+            else:
+                terms.append((sign, k))
+
+        collect(args[0], "+")
+        collect(args[1], "+" if name == "add" else "-")
+        if len(terms) == 2 or not {"q", "kv"} <= self.varies(args):
+            return None
+        groups: dict[frozenset[str], str] = {}
+        for sign, k in terms:
+            rank = self.program.dependencies[k] & {"q", "kv"}
+            groups[rank] = f"{groups.get(rank, '')} {sign} {self._cast(k, computed)}"
+        scalars = groups.pop(frozenset(), "")
+        first, *others = [text for _, text in sorted(groups.items(), key=lambda group: sorted(group[0]))]
+        return "(" + " + ".join(f"(0{text})" for text in (first + scalars, *others)) + ")"
 
     def _power(self, args: tuple[int, ...], operands: list[str], is_float: bool) -> str:
         exponent = self.program.instructions[args[1]]
@@ -198,6 +243,17 @@ class Writer:
             terms.append(index if layout.contiguous and d == len(indices) - 1 else f"({index}) * s[{strides + d}]")
         return " + ".join([f"{pointers}[{slot}]", *terms])
 
+    def sign(self, k: int) -> str:
+        """The boolean k as an integer that is negative where it is false."""
+        op, args, _, _ = self.program.instructions[k]
+        if op in ("and", "or") and all(self.program.instructions[a].type.is_bool for a in args):
+            return f"({self.sign(args[0])} {'|' if op == 'and' else '&'} {self.sign(args[1])})"
+        if op == "not":
+            return f"(~{self.sign(args[0])})"
+        if op in DIFFERENCES and all(self.types[a] == "i32" and self.ranges[a].within(-HALF, HALF) for a in args):
+            return DIFFERENCES[op].format(*[f"v{a}" for a in args])
+        return f"tl.where({self._cast(k, 'bool')}, 0, -1)"
+
     def result(self, position: int = 0, dtype: str | None = None) -> str:
         k = self.program.results[position]
         return self._cast(k, dtype) if dtype else f"v{k}"
@@ -220,7 +276,8 @@ def _size_slots(program: Program) -> list[tuple[int, int]]:
 
 
 def mask_source(writer: Writer) -> list[str]:
-    return ["@triton.jit", "def mask(b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.result(0, 'bool')}"]
+    """Gives integers that are negative where the mask forbids: sums and bits of integers take a fraction of what as many predicates do."""
+    return ["@triton.jit", "def mask(b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.sign(writer.program.results[0])}"]
 
 
 def score_source(writer: Writer) -> list[str]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import finish, forward_rows
-from tilewise.engines.triton.steps import drop, final_scores, has_nan, load_rows, run_of, store_rows
+from tilewise.engines.triton.steps import drop, final_scores, has_nan, load_rows, run_of, store_rows, unit
 
 
 @triton.jit
@@ -108,9 +108,10 @@ def attend(
     o_kv = i_kv * N + tl.arange(0, N)
     i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
     b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    b_top = tl.maximum(b_m, tl.max(b_s, 1))
+    c = unit(scale, SCORE)
+    b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a row with nothing yet: measure from 0, weights are 0
-    b_p = tl.exp2(b_s - b_base[:, None])
+    b_p = tl.exp2(b_s * c - b_base[:, None])
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:

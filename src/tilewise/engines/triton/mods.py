@@ -12,6 +12,9 @@ from tilewise.lang.program import literal_value
 from tilewise.problem import Problem
 
 MOST_FUNCTIONS = 4096
+SMALLEST_SCALE = 1e-3  # kernels multiply by a smaller one, or a negative one, before they look for the largest score
+UNCHANGED = generated("score_mod", ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", "    return score"])
+ONE = generated("slope", ["@triton.jit", "def slope(score, b, h, q, kv, p, i, f, s):", "    return 1.0"])
 _functions: dict[Any, Generated | None] = {}
 
 
@@ -20,20 +23,25 @@ def mask_of(p: Problem) -> Generated | None:
 
 
 def score_of(p: Problem) -> Generated | None:
-    return None if p.score is None else _function("score", p.score, p, lambda call: generated("score_mod", score_source(_writer(call.program, call, p))))
+    """None where the scores are q.k times a scale that may be applied last."""
+    if p.score is None:
+        return None if p.scale >= SMALLEST_SCALE else UNCHANGED
+    return _function("score", p.score, p, lambda call: generated("score_mod", score_source(_writer(call.program, call, p))))
 
 
 def slope_of(p: Problem) -> Generated | None:
-    """The score's derivative with respect to the incoming score; None where that is 1."""
+    """The score's derivative with respect to the incoming score; None where that is 1 and the scale may be divided by."""
+    if p.score is None:
+        return None if p.scale >= SMALLEST_SCALE else ONE
 
     def make(call: Call) -> Generated | None:
         program = derive(call.program, frozenset()).program
         op, _, attr, _ = program.instructions[program.results[0]]
-        if op == "literal" and literal_value(attr) == 1:
+        if op == "literal" and literal_value(attr) == 1 and p.scale >= SMALLEST_SCALE:
             return None
         return generated("slope", slope_source(_writer(program, call, p)))
 
-    return None if p.score is None else _function("slope", p.score, p, make)
+    return _function("slope", p.score, p, make)
 
 
 def scatter_of(p: Problem, wanted: frozenset[int]) -> Generated | None:

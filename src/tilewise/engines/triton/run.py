@@ -17,6 +17,8 @@ from tilewise.engines.triton.walks import column_tiles, row_tiles
 from tilewise.problem import Problem
 
 DECODE_ROWS, DECODE_KEYS = 64, 32  # decoding: at most so many packed rows, at least so many keys per query
+SHIFT_PARTS = 16  # as in backward.py
+LOG2E = 1.4426950408889634
 PROGRAMS_PER_PROCESSOR, TILES_PER_SPLIT, MOST_SPLITS, FEW_PROCESSORS = 4, 4, 128, 4
 
 
@@ -57,6 +59,14 @@ def gradient_buffers(p: Problem, wanted: frozenset[int]) -> tuple[Tensor, ...]:
     return tuple([torch.zeros_like(t, dtype=wide) if k in wanted else t for k, t in enumerate(p.score.captures)])
 
 
+def shift_parts(p: Problem) -> dict[str, Tensor | None]:
+    """-lse and -delta as 16-bit parts; 32-bit products need none."""
+    if p.dtype == torch.float32:
+        return {"p_lse_parts": None, "p_delta_parts": None}
+    lse, delta = p.query.new_empty((2, p.batch * p.heads * p.q_len, SHIFT_PARTS)).unbind()
+    return {"p_lse_parts": lse, "p_delta_parts": delta}
+
+
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
     if p.score is not None and not all([p.score.captures[k].is_contiguous() for k in wanted]):  # their gradients are added up as if they were
         captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
@@ -68,10 +78,11 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
         places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, output.out, output.lse, grad_out)])
         dlse = None if grad_lse is None else grad_lse.float().contiguous()
-        own = {"p_out": output.out, "p_do": grad_out, "p_dlse": dlse, "p_delta": delta}
+        parts = shift_parts(p)
+        own = {"p_out": output.out, "p_do": grad_out, "p_lse": output.lse, "p_dlse": dlse, "p_delta": delta, **parts}
         prepared(p, ("sums", places, dlse is None), False, lambda: prepare(sums_launch(p, own), p.device)).start(own)
         given = {
-            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": delta,
+            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": delta, **parts,
             "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p), "score_g": shares,
         }  # fmt: skip
         make: Callable[..., Launch] = lambda c: gradients_launch(p, given, wanted, *c)  # noqa: E731
@@ -188,8 +199,11 @@ def sums_launch(p: Problem, own: dict[str, Any]) -> Launch:
         "sums",
         p.batch * p.heads * -(-p.q_len // rows),
         own,
-        {"s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len},
-        {"HAS_DLSE": own["p_dlse"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
+        {
+            "s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len,
+            "unit": float(p.scale) * LOG2E if slope_of(p) is None else 1.0,
+        },
+        {"HAS_DLSE": own["p_dlse"] is not None, "FOLDED": own["p_lse_parts"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
         4, 1,
     )  # fmt: skip
 
@@ -209,7 +223,8 @@ def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], ke
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": rows.mapped,
-            "DROPOUT": p.dropout_p > 0, "KEYS_M": keys.m, "KEYS_N": keys.n, "QUERIES_M": queries.m, "QUERIES_N": queries.n, **size_constants(p),
+            "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, **size_constants(p),
+            "KEYS_M": keys.m, "KEYS_N": keys.n, "QUERIES_M": queries.m, "QUERIES_N": queries.n,
             "KEYS_STAGES": keys.stages, "KEYS_MASKED_STAGES": keys.masked_stages,
             "QUERIES_STAGES": queries.stages, "QUERIES_MASKED_STAGES": queries.masked_stages,
         },

@@ -46,18 +46,25 @@ def run_of(p_start, p_count, run):
 def final_scores(
     b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """From q.k to the final score in base 2: scale, score function, then -inf where the mask or the end forbids."""
+    """From q.k to the final score: the score function, then -inf where the mask or the end forbids. To be multiplied by `unit`."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
-    if SCORE is None:
-        b_s = b_s * (scale * LOG2E)
-    else:
-        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3]) * LOG2E
+    if SCORE is not None:
+        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
     if MASKED:
-        allowed = (o_kv < n_kv)[None, :]
+        allowed = (n_kv - 1 - o_kv)[None, :]  # negative: forbidden
         if MASK is not None:
-            allowed = allowed & MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3])
-        b_s = tl.where(allowed, b_s, float("-inf"))
+            allowed = allowed | MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3])
+        b_s = tl.where(allowed >= 0, b_s, float("-inf"))
     return b_s
+
+
+@triton.jit
+def unit(scale, SCORE: tl.constexpr):
+    """What turns final scores into base 2. Without a score function the scale waits until here, where the multiplication costs nothing."""
+    if SCORE is None:
+        return scale * LOG2E
+    else:
+        return LOG2E
 
 
 @triton.jit
@@ -89,6 +96,14 @@ def drop(b_p, p_seed, threshold, i_b, i_h, o_q, o_kv):
 
 # -- functions that generated masks and scores call ------------------------------------------------------------------
 
+
+@triton.jit
+def quotient(a, b):
+    """a // b where 0 <= a, 1 < b and a b < 2^32, by the inverse of b: floor(a ceil(2^32 / b) / 2^32), which is exact there."""
+    inverse = 0xFFFFFFFF // b.to(tl.uint32) + 1
+    return tl.umulhi(a.to(tl.uint32), inverse.to(tl.uint32)).to(tl.int32)
+
+
 if INTERPRETED:
 
     @triton.jit
@@ -105,6 +120,12 @@ if INTERPRETED:
         return tl.exp2(y * tl.log2(x))
 
     fast_tanh = tanh
+
+    @triton.jit
+    def load_f32(p):
+        return tl.load(p)
+
+    load_i32 = load_i64 = load_f16 = load_bf16 = load_f32
 else:
 
     @triton.jit
@@ -123,3 +144,23 @@ else:
     def fast_tanh(x):
         """The hardware's own, good to 11 bits: enough where the scores come from 16-bit inputs."""
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def load_f32(p):
+        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [p], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def load_i32(p):
+        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
+
+    @triton.jit
+    def load_i64(p):
+        return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [p], dtype=tl.int64, is_pure=True, pack=1)
+
+    @triton.jit
+    def load_f16(p):
+        return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [p], dtype=tl.float16, is_pure=True, pack=1)
+
+    @triton.jit
+    def load_bf16(p):
+        return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [p], dtype=tl.bfloat16, is_pure=True, pack=1)
