@@ -26,7 +26,7 @@ def forward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
             _ladder(p, run.DECODE, lambda c: run.split_launch(p, given | shares | seed, splits, *c)),
             lambda: [run.combine_launch(p, shares | out, splits)],
         ]
-    return [_ladder(p, run.FORWARD, lambda c: run.forward_launch(p, given | out | seed, *c))]
+    return [_ladder(p, (kind,), lambda c: run.forward_launch(p, given | out | seed, *c)) for kind in run.forward_kinds(p)]
 
 
 def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], list[Launch]]]:

@@ -4,15 +4,15 @@ P = exp(s - lse), dP = dropout(dO V^T), delta = dO . O - dlse, dS = P (dP - delt
 dV = dropout(P)^T dO, dK = scale dscore^T Q, dQ = scale dscore K
 
 Every sum is kept in one program's registers and written once: no atomics, so the result is the same every time. Only the
-gradients of tensors that a score function captures are added atomically. As in the forward, a program that finds NaN in its
-result has it done again, carefully.
+gradients of tensors that a score function captures are added atomically. As in the forward, a program that finds its
+result unsound has it done again, carefully.
 """
 
 import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import key_rows, query_rows, weightless
-from tilewise.engines.triton.steps import final_scores, has_nan, kept, load_rows, run_of, store_rows, unit
+from tilewise.engines.triton.steps import final_scores, kept, load_rows, run_of, store_rows, unit, unsound
 
 
 @triton.jit
@@ -139,12 +139,11 @@ def keys(
     p_dv += i_b * s_dv[0] + i_hk * s_dv[1]
     store_rows(p_dk + first * s_dk[2], s_dk, b_dk * scale, n_left, N, D, D_TRUE)
     store_rows(p_dv + first * s_dv[2], s_dv, b_dv, n_left, N, DV, DV_TRUE)
-    if MASK is not None or SCORE is not None:
-        if has_nan(b_dk) | has_nan(b_dv):
-            key_rows(
-                p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, i_b, i_hk, i_kv,
-                n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-                MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+    if unsound(b_dk) | unsound(b_dv):
+        key_rows(
+            p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, i_b, i_hk, i_kv,
+            n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+            MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit
@@ -282,13 +281,12 @@ def queries(
         MASK, SCORE, SLOPE, SCATTER, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     p_dq += i_b * s_dq[0] + i_h * s_dq[1]
     store_rows(p_dq + first * s_dq[2], s_dq, b_dq * scale, n_left, M, D, D_TRUE)
-    if MASK is not None or SCORE is not None:
-        if has_nan(b_dq):
-            o_bh -= first
-            query_rows(
-                p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_do + i_b * s_do[0] + i_h * s_do[1], p_lse + o_bh, p_delta + o_bh, p_dq, p_seed,
-                s_q, s_k, s_v, s_do, s_dq, tiles, row, i_b, i_h, i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-                MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+    if unsound(b_dq):
+        o_bh -= first
+        query_rows(
+            p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_do + i_b * s_do[0] + i_h * s_do[1], p_lse + o_bh, p_delta + o_bh, p_dq, p_seed,
+            s_q, s_k, s_v, s_do, s_dq, tiles, row, i_b, i_h, i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+            MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit

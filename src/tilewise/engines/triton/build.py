@@ -34,7 +34,10 @@ def compiled(request: Request) -> dict[str, bytes]:
     constants = {name: value.function() if isinstance(value, Generated) else value for name, value in request.constants}
     fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = triton.compiler.ASTSource(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
-    kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options={"num_warps": request.warps, "num_stages": request.stages})
+    # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
+    wide = any(kind.startswith("*fp32") for name, kind in request.signature if name in ("p_q", "p_do"))
+    options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
+    kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
     facts = {

@@ -1,8 +1,9 @@
-"""Rows done again, one at a time, where a kernel found NaN in its result.
+"""Rows done again, one at a time, where a kernel found its result unsound.
 
 What is masked has weight 0, and 0 * NaN is NaN: a NaN (or infinity) among masked keys would reach every row of a tile whose
 product is one matrix multiplication. These functions leave masked elements out of each sum instead. They are slow, short to
-compile and seldom run: the fast kernels only look at their results for NaN.
+compile and seldom run: the fast kernels only look whether their results are finite. They also keep scores beyond 2^30 apart from
+their roundings: a score times a unit is rounded before the largest is subtracted, and no weight of the backward exceeds 1.
 
 A row is a block of shape [1, ...], so that masks and scores see the same shapes as elsewhere: q as a column, kv as a row.
 """
@@ -28,10 +29,10 @@ def row_step(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_s = tl.sum(b_k * b_q, 1)[None, :]
     b_s = final_scores(b_s, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    c = unit(scale, SCORE)
-    b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
+    b_s = b_s * unit(scale, SCORE)
+    b_top = tl.maximum(b_m, tl.max(b_s, 1))
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_p = tl.exp2(b_s * c - b_base[:, None])
+    b_p = tl.exp2(b_s - b_base[:, None])
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:
@@ -120,7 +121,7 @@ def gradient_of_row(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_raw = tl.sum(b_k * b_q, 1)[None, :]
     b_s = final_scores(b_raw, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse[:, None])
+    b_p = at_most_one(b_s * unit(scale, SCORE) - b_lse[:, None])
     b_dp = tl.sum(b_v * b_do, 1)[None, :]
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
@@ -188,7 +189,7 @@ def key_step(
     seen_q = tl.minimum(o_q, n_q - 1)[:, None]
     b_s = final_scores(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
     b_s = tl.where((o_q < n_q)[:, None], b_s, float("-inf"))
-    b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse)
+    b_p = at_most_one(b_s * unit(scale, SCORE) - b_lse)
     b_dp = tl.sum(b_do * b_v, 1)[:, None]
     b_pd = b_p
     if DROPOUT:
@@ -241,6 +242,12 @@ def key_rows(
                         scale, keep_scale, threshold, mask, score, None, SCORE, SLOPE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         store_rows(p_dk + i_kv * s_dk[2], s_dk, b_dk * scale, 1, 1, D, D_TRUE)
         store_rows(p_dv + i_kv * s_dv[2], s_dv, b_dv, 1, 1, DV, DV_TRUE)
+
+
+@triton.jit
+def at_most_one(b_x):
+    """2^x of exponents that are not positive but for their rounding; NaN stays NaN."""
+    return tl.exp2(tl.where(b_x > 0.0, 0.0, b_x))
 
 
 @triton.jit

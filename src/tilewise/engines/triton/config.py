@@ -24,8 +24,11 @@ TABLES = {
     "queries": {64: Config(64, 128, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3), 512: Config(32, 16, 8, 1)},
     "decode": {64: Config(16, 128, 4, 3), 128: Config(16, 64, 4, 4), 256: Config(16, 32, 4, 3), 512: Config(16, 16, 4, 2)},
 }
-# The same where a mask or a score is computed too, which takes registers.
-PROGRAMMED = {
+SPARSE = 0.25  # maps of which less is computed have a large share of partial tiles: smaller ones waste less
+TABLES["sparse"] = TABLES["forward"] | {128: Config(64, 64, 4, 3)}
+
+# The same where a mask is computed too, which takes registers.
+MASKED = {
     "keys": {128: Config(32, 64, 4, 3), 256: Config(32, 64, 8, 3)},
     "queries": {128: Config(64, 64, 4, 2)},
 }
@@ -44,8 +47,8 @@ def choose(kernel: str, p: Problem) -> Config:
     else:
         width = max(padded(p.head_dim), padded(p.v_dim))
         largest, config = next((size, c) for size, c in TABLES[kernel].items() if width <= size)
-        if p.mask is not None or p.score is not None:
-            config = PROGRAMMED.get(kernel, {}).get(largest, config)
+        if p.mask is not None and (p.score is None or largest > 128):
+            config = MASKED.get(kernel, {}).get(largest, config)
         if p.dtype == torch.float32:  # twice the bytes, and products on plain arithmetic units
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
     return config if p.tiles is None or not p.tiles.given else within(config, p.tiles.tile)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import C, row_step
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, has_nan, load_rows, unit
+from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_rows, lost, unit, unsound
 
 
 @triton.jit
@@ -58,11 +58,10 @@ def split(
     tl.store(p_l + o_out, b_l, mask=inside)
     o_dv = tl.arange(0, DV)
     tl.store(p_acc + o_out[:, None].to(tl.int64) * DV_TRUE + o_dv[None, :], b_acc, mask=inside[:, None] & (o_dv[None, :] < DV_TRUE))
-    if MASK is not None or SCORE is not None:
-        if has_nan(b_acc):
-            split_rows(
-                p_q, p_k, p_v, p_acc, p_m, p_l, p_seed, s_q, s_k, s_v, (i_bh * n_splits + i_split) * (ratio * n_q), i_b, i_hk * ratio, first, last,
-                ratio, n_q, n_kv, scale, threshold, mask, score, MASK, SCORE, DROPOUT, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+    if unsound(b_acc) | lost(b_m, b_l):
+        split_rows(
+            p_q, p_k, p_v, p_acc, p_m, p_l, p_seed, s_q, s_k, s_v, (i_bh * n_splits + i_split) * (ratio * n_q), i_b, i_hk * ratio, first, last,
+            ratio, n_q, n_kv, scale, threshold, mask, score, MASK, SCORE, DROPOUT, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit

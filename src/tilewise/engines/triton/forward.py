@@ -3,14 +3,14 @@
 Names: p_ pointer, s_ stride, i_ index of a tile or head, o_ offsets of elements, b_ block in registers, n_ count.
 Scores are kept in base 2: with c = log2(e), exp(s - m) = 2^(c s - c m).
 
-What is masked has weight 0, and 0 * NaN is NaN: a program that finds NaN in its result has it done again, carefully.
+What is masked has weight 0, and 0 * NaN is NaN: a program that finds its result unsound has it done again, carefully.
 """
 
 import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import finish, forward_rows
-from tilewise.engines.triton.steps import drop, final_scores, has_nan, load_rows, run_of, store_rows, unit
+from tilewise.engines.triton.steps import drop, final_scores, load_rows, lost, run_of, store_rows, unit, unsound
 
 
 @triton.jit
@@ -47,12 +47,11 @@ def forward(
     tl.store(p_lse + i_row, b_lse, mask=o_q < n_q)
     p_out += i_b * s_out[0] + i_h * s_out[1]
     store_rows(p_out + first * s_out[2], s_out, b_out, n_q - i_tile * M, M, DV, DV_TRUE)
-    if MASK is not None or SCORE is not None:
-        if has_nan(b_acc):
-            forward_rows(
-                p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, row, i_b, i_h, i_bh,
-                i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-                MASK, SCORE, MAPPED, SINKS, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+    if unsound(b_acc) | lost(b_m, b_l):
+        forward_rows(
+            p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, row, i_b, i_h, i_bh,
+            i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+            MASK, SCORE, MAPPED, SINKS, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit

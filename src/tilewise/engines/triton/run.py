@@ -10,10 +10,11 @@ from torch import Tensor
 from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import interpreted
-from tilewise.engines.triton.config import BACKWARD, Config, all_smaller, choose, padded
+from tilewise.engines.triton.config import BACKWARD, SPARSE, Config, all_smaller, choose, padded
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, prepare
 from tilewise.engines.triton.mods import mask_of, mod_arguments, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
+from tilewise.plan import map_of
 from tilewise.problem import Problem
 
 DECODE_ROWS, DECODE_KEYS = 64, 32  # decoding: at most so many packed rows, at least so many keys per query
@@ -34,7 +35,7 @@ def forward(p: Problem) -> Output:
         own = {
             "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks, "p_seed": seed_of(p),
         }  # fmt: skip
-        prepared(p, ("forward",), True, lambda: fitted("forward", p, lambda c: forward_launch(p, own, *c), FORWARD)).start(own)
+        prepared(p, ("forward",), True, lambda: fitted(p, (forward_kind(p),), lambda c: forward_launch(p, own, *c))).start(own)
     return Output(out, lse, highest)
 
 
@@ -46,7 +47,7 @@ def _decode(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> None:
     acc = torch.empty((*shape, p.v_dim), dtype=torch.float32, device=p.device)
     m, l = acc.new_empty((2, *shape)).unbind()  # noqa: E741
     own = {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_acc": acc, "p_m": m, "p_l": l, "p_seed": seed_of(p)}
-    prepared(p, ("split",), False, lambda: fitted("decode", p, lambda c: split_launch(p, own, splits, *c), DECODE)).start(own)
+    prepared(p, ("split",), False, lambda: fitted(p, DECODE, lambda c: split_launch(p, own, splits, *c))).start(own)
     own = {"p_acc": acc, "p_m": m, "p_l": l, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks}
     prepared(p, ("combine",), False, lambda: prepare(combine_launch(p, own, splits), p.device)).start(own)
 
@@ -86,7 +87,7 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
             "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p), "score_g": shares,
         }  # fmt: skip
         make: Callable[..., Launch] = lambda c: gradients_launch(p, given, wanted, *c)  # noqa: E731
-        prepared(p, ("gradients", places, wanted), True, lambda: fitted("gradients", p, make, BACKWARD)).start(given)
+        prepared(p, ("gradients", places, wanted), True, lambda: fitted(p, BACKWARD, make)).start(given)
     else:
         delta = delta.zero_() if grad_lse is None else -grad_lse
         for t in (dq, dk, dv):
@@ -101,7 +102,7 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
 
 # -- kernels made ready ----------------------------------------------------------------------------------------------
 
-FORWARD, DECODE = ("forward",), ("decode",)
+DECODE = ("decode",)
 _fitting: dict[Any, tuple[Config, ...]] = {}
 
 
@@ -121,11 +122,11 @@ def versions(p: Problem) -> tuple[int, ...] | None:
     return None if any([t.is_inference() for t in p.mask.captures]) else tuple([t._version for t in p.mask.captures])
 
 
-def fitted(kernel: str, p: Problem, make: Callable[[tuple[Config, ...]], Launch], parts: tuple[str, ...]) -> Prepared | Interpreted:
+def fitted(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...]], Launch]) -> Prepared | Interpreted:
     """The kernel in the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
     score = "" if p.score is None else p.score.program.text
     tile = None if p.tiles is None else p.tiles.tile
-    key = (kernel, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
+    key = (parts, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
     configs: tuple[Config, ...] | None = _fitting.get(key) or tuple([choose(part, p) for part in parts])
     while configs is not None:
         try:
@@ -135,7 +136,25 @@ def fitted(kernel: str, p: Problem, make: Callable[[tuple[Config, ...]], Launch]
             continue
         _fitting[key] = configs
         return ready
-    raise RuntimeError(f"no configuration of the {kernel} kernel fits this GPU for {p.describe()}")
+    raise RuntimeError(f"no configuration of the {' and '.join(parts)} kernel fits this GPU for {p.describe()}")
+
+
+def forward_kind(p: Problem) -> str:
+    """Which table of configurations a forward takes, by how much of its map is computed."""
+    kinds = forward_kinds(p)
+    if len(kinds) == 1 or p.device.type == "meta":
+        return kinds[0]
+    small = choose("sparse", p)
+    tile_map = map_of(p, (small.m, small.n))
+    assert tile_map is not None
+    computed: float = tile_map.remember("computed", lambda: 1.0 - tile_map.sparsity)
+    return "sparse" if computed < SPARSE else "forward"
+
+
+def forward_kinds(p: Problem) -> tuple[str, ...]:
+    """Those that may be taken."""
+    mapped = p.mask is not None and (p.tiles is None or not p.tiles.given)
+    return ("forward", "sparse") if mapped and choose("sparse", p) != choose("forward", p) else ("forward",)
 
 
 # -- launches --------------------------------------------------------------------------------------------------------

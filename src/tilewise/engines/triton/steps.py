@@ -68,9 +68,15 @@ def unit(scale, SCORE: tl.constexpr):
 
 
 @triton.jit
-def has_nan(b_x):
-    """Whether any element of a block is NaN."""
-    return tl.max(tl.max(tl.where(b_x != b_x, 1, 0), 1), 0) > 0
+def unsound(b_x):
+    """Whether any element of a block is NaN or infinite."""
+    return tl.max(tl.max(tl.where(tl.abs(b_x) < float("inf"), 0, 1), 1), 0) > 0
+
+
+@triton.jit
+def lost(b_m, b_l):
+    """Whether any row's sum overflowed or vanished though something was attended: scores so large that their own roundings exceed 100."""
+    return tl.max(tl.where((b_l == float("inf")) | ((b_l == 0.0) & (b_m != float("-inf"))), 1, 0), 0) > 0
 
 
 @triton.jit
