@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import packing
-from tilewise.dispatch import Request, check_name, must_choose, requested_backend
+from tilewise.dispatch import Request, check_name, must_choose, observers, requested_backend, tell_observers
 from tilewise.engines import Output, arguments, engine_named, is_plain, run_directly
 from tilewise.engines.native import NativeEngine
 from tilewise.errors import BackendError, InputError
@@ -81,6 +81,8 @@ def run(
     check_name(name, source)
     problem, mask_name = make_problem(query, key, value, mask, score, options)
     engine = must_choose(problem, Request(name, source, needs_lse, options.seed is not None), mask_name)
+    if not torch.compiler.is_compiling() and observers:  # in this order: torch.compile puts no guard on the list
+        tell_observers(engine, problem, mask_name)
     if isinstance(engine, NativeEngine):
         return Output(engine.call(problem), problem.query.new_empty((0,)), problem.query.new_empty((0,)))
     return operate(engine.name, problem)

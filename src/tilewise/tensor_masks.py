@@ -1,0 +1,127 @@
+"""Mask tensors as clients pass them, read once: most say less than their size suggests, and that is quicker to attend with.
+
+A tensor that forbids nothing is no mask; one that only says which keys are padding is a few lengths; an additive one of 0 and
+-10000 (or finfo.min, or -inf) is boolean. Saying so means looking at the contents, so the answer is remembered: by the identity,
+the version and the place of the tensor, so that one changed in place or replaced is read anew.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import scores
+from tilewise.errors import InputError
+from tilewise.masks import Mask, padding
+
+FORBIDS = -10000.0  # added to a score, this or less leaves exp() nothing: clients write "do not attend" so
+REMEMBERED = 64
+
+
+class Reading(NamedTuple):
+    """What a mask tensor says: who may attend to whom, and what is added to the scores."""
+
+    mask: Mask | None = None
+    score: scores.Score | None = None
+
+
+def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
+    """The reading of a mask that broadcasts to (batch, heads, queries, keys); None where its contents must not be looked at.
+
+    That is under torch.compile, and for a mask that is learned.
+    """
+    check(mask, sizes)
+    if torch.compiler.is_compiling() or mask.requires_grad or type(mask) not in (Tensor, torch.nn.Parameter):
+        return None
+    if mask.is_inference():  # its changes leave no trace, so nothing may be remembered
+        return _look(mask, sizes)
+    return _readings.get(mask, sizes)
+
+
+def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(f"a mask tensor must be boolean (true: attend) or floating point (added to the scores), got {mask.dtype}")
+    if mask.dim() > 4 or any([have not in (1, want) for have, want in zip(reversed(mask.shape), reversed(sizes), strict=False)]):
+        raise InputError(f"a mask tensor of shape {tuple(mask.shape)} does not broadcast to (batch, heads, queries, keys) = {sizes}")
+
+
+class _Readings:
+    """The most recent readings. The tensors are held weakly, and readings share their memory only as long as they live."""
+
+    def __init__(self) -> None:
+        self.looked = 0  # how many tensors were really looked at; tests count
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Any, tuple[weakref.ref[Tensor], Reading]] = OrderedDict()
+
+    def get(self, mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+        whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
+        key = (id(whole), mask._version, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, sizes)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None and found[0]() is whole:
+                self._kept.move_to_end(key)
+                return found[1]
+        reading = _look(mask, sizes)
+        self.looked += 1
+        with self._lock:
+            self._kept[key] = weakref.ref(whole, lambda _: self._kept.pop(key, None)), reading
+            while len(self._kept) > REMEMBERED:
+                self._kept.popitem(last=False)
+        return reading
+
+
+_readings = _Readings()
+
+
+def _look(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+    small = _smallest(mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape))  # detached: the reading keeps no client's tensor alive
+    if 0 in sizes:  # nobody meets anybody, and tensors of no elements have nothing to load
+        return Reading()
+    return _of_boolean(small, sizes) if small.dtype == torch.bool else _of_additive(small, sizes)
+
+
+def _smallest(mask: Tensor) -> Tensor:
+    """Without the copies along dimensions that were only expanded, and along heads that all say the same."""
+    for d, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            mask = mask.narrow(d, 0, 1)
+    if mask.shape[1] > 1 and bool((mask == mask[:, :1]).all()):
+        mask = mask[:, :1]
+    return mask
+
+
+def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+    if bool(mask.all()):
+        return Reading()
+    heads, queries, keys = mask.shape[1:]
+    if heads == queries == 1 and keys == sizes[3]:
+        lengths = mask.sum(-1).flatten()
+        if bool((mask == (torch.arange(keys, device=mask.device) < lengths.view(-1, 1, 1, 1))).all()):
+            return Reading(padding(lengths.expand(sizes[0]).contiguous()))
+    name = "key_padding" if heads == queries == 1 else "tensor"
+    return Reading(Mask(_loaded(mask), name, *mask.shape))
+
+
+def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+    forbidden = mask <= FORBIDS
+    rest = torch.where(forbidden, 0, mask)
+    # A row in which every key is at -10000 attends to all of them alike: there the number counts.
+    alone = forbidden.all(-1) & (mask != -torch.inf).any(-1)
+    if not bool((rest != 0).any() | alone.any()):
+        return _of_boolean(~forbidden, sizes)
+    impossible = mask == -torch.inf
+    finite = Reading(None, scores.bias(mask))
+    return finite._replace(mask=_of_boolean(~impossible, sizes).mask) if bool(impossible.any()) else finite
+
+
+def _loaded(mask: Tensor) -> Any:
+    """mask[b, h, q, kv], with 0 where it broadcasts."""
+    broadcast = [size == 1 for size in mask.shape]
+
+    def look_up(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return mask[tuple([0 if one else i for one, i in zip(broadcast, (b, h, q, kv), strict=True)])]
+
+    return look_up

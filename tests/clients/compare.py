@@ -1,0 +1,85 @@
+"""The error rule on whole models: outputs and parameter gradients on tilewise against the same model in fp64 on torch's attention.
+
+Plain PyTorch, the measure, is the same model in fp32 on torch's own kernels: their errors differ by luck, so several are taken.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+import tilewise as tw
+from tests.error_rule import FORWARD, GRADIENT, errors_of, hold
+
+Call = Callable[[nn.Module, torch.dtype], Tensor]
+MATTERS = 1e-3  # leaving attention out moves the output by at least this share of its size
+
+
+class Without(TorchFunctionMode):
+    """The control: every SDPA call gives zeros, and so does nn.MultiheadAttention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            query, value = (args[k] if len(args) > k else kwargs[name] for k, name in ((0, "query"), (2, "value")))
+            return query.new_zeros(*query.shape[:-1], value.shape[-1]) + 0 * query[..., :1]
+        if func is functional.multi_head_attention_forward:
+            return torch.zeros_like(args[0]), None
+        return func(*args, **(kwargs or {}))
+
+
+def check(model: nn.Module, call: Call, on_tilewise: Callable[[nn.Module], AbstractContextManager[Any]], backend: str = "flex") -> "tw.watch":
+    """Hold a model to the rule, with tilewise's engine `backend`; gives what was watched, for more to be asked of it."""
+    __tracebackhide__ = True
+    exact = copy.deepcopy(model).double()
+    truth = _results(exact, call, torch.float64)
+    plain = [_results(model, call, torch.float32, kernel) for kernel in (nullcontext(), sdpa_kernel(SDPBackend.MATH))]
+    with on_tilewise(model), tw.attention_backend(backend), tw.watch(model) as watched:
+        tested = _results(model, call, torch.float32)
+    with torch.no_grad(), Without():
+        moved = (call(model, torch.float32) - plain[0]["output"]).abs().max()
+    assert moved > MATTERS * plain[0]["output"].abs().max(), f"attention hardly matters here: without it the output moves by {float(moved):.3g}"
+    largest = max(float(g.abs().max()) for name, g in truth.items() if name != "output")
+    for name, expected in truth.items():
+        measure = errors_of([(p[name], expected) for p in plain])
+        factor, reference = (FORWARD, None) if name == "output" else (GRADIENT, largest)
+        hold(name, tested[name], expected, measure, factor, reference)
+    assert any(float(g.abs().max()) > 0 for name, g in tested.items() if name != "output")
+    return watched
+
+
+def _results(model: nn.Module, call: Call, dtype: torch.dtype, scope: AbstractContextManager[Any] | None = None) -> dict[str, Tensor]:
+    """The output, and the gradient of every parameter that gets one."""
+    model.zero_grad(set_to_none=True)
+    with scope if scope is not None else nullcontext():
+        out = call(model, dtype)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+        (out * weights).sum().backward()
+    found = {"output": out.detach()}
+    found |= {f"gradient of {name}": p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def reached(watched: "tw.watch", engine: str = "blocked") -> None:
+    """Every attention layer was served by this engine of tilewise, and none went elsewhere."""
+    assert watched.layers, "no attention layer was found"
+    assert not watched.bypassing, str(watched)
+    assert watched.engines.keys() == {engine}, str(watched)
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """The same numbers in every dtype: drawn and rounded in fp32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
