@@ -50,16 +50,16 @@ def scaled_dot_product_attention(
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any) -> Any:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backend: str | None = None, **options: Any) -> Any:
     """tilewise.attention with a mask that may be a 4-D tensor, which is then read once and remembered."""
     if not isinstance(mask, Tensor) or query.is_nested:
-        return attention(query, key, value, mask=mask, **options)
-    if requested_backend(None)[0] == "native":
+        return attention(query, key, value, mask=mask, backend=backend, **options)
+    if requested_backend(backend)[0] == "native":
         return _natively(query, key, value, mask, **options)
     reading = tensor_masks.read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is None:
-        return attention(query, key, value, mask=mask, **options)
-    return attention(query, key, value, mask=reading.mask, score=reading.score, **options)
+        return attention(query, key, value, mask=mask, backend=backend, **options)
+    return attention(query, key, value, mask=reading.mask, score=reading.score, backend=backend, **options)
 
 
 def _natively(

@@ -101,8 +101,12 @@ def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
         lengths = mask.sum(-1).flatten()
         if bool((mask == (torch.arange(keys, device=mask.device) < lengths.view(-1, 1, 1, 1))).all()):
             return Reading(padding(lengths.expand(sizes[0]).contiguous()))
-    name = "key_padding" if heads == queries == 1 else "tensor"
-    return Reading(Mask(_loaded(mask), name, *mask.shape))
+    if heads == queries == 1:
+        return Reading(Mask(_loaded(mask), "key_padding", *mask.shape))
+    rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
+    if bool((mask == (rows & columns)).all()):  # padding on both sides, multiplied out
+        return Reading(Mask(_both(_loaded(rows), _loaded(columns)), "token_padding", *mask.shape))
+    return Reading(Mask(_loaded(mask), "tensor", *mask.shape))
 
 
 def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
@@ -125,3 +129,7 @@ def _loaded(mask: Tensor) -> Any:
         return mask[tuple([0 if one else i for one, i in zip(broadcast, (b, h, q, kv), strict=True)])]
 
     return look_up
+
+
+def _both(left: Any, right: Any) -> Any:
+    return lambda b, h, q, kv: left(b, h, q, kv) & right(b, h, q, kv)

@@ -285,7 +285,8 @@ def _rows(layers: list[Layer]) -> Iterator[tuple[str, ...]]:
     groups: dict[Any, list[Layer]] = {}
     for layer in layers:
         did = tuple((use.engine, use.mask, use.calls, use.tiles, use.computed) for use in layer.uses)
-        groups.setdefault((re.sub(r"\d+", "#", layer.name), layer.kind, did), []).append(layer)
+        pattern = tuple("#" if part.isdigit() else part for part in layer.name.split("."))
+        groups.setdefault((pattern, layer.kind, did), []).append(layer)
     for alike in groups.values():
         name = _listed([layer.name for layer in alike])
         for k, use in enumerate(alike[0].uses):
@@ -295,5 +296,19 @@ def _rows(layers: list[Layer]) -> Iterator[tuple[str, ...]]:
 
 
 def _listed(names: list[str]) -> str:
-    """`blocks.0.attn .. blocks.11.attn (12 layers)`"""
-    return (names[0] or "(the model)") if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
+    """`blocks.{0..11}.attn (12 layers)` of names that differ in their numbers only, else the first and how many more."""
+    if len(names) == 1:
+        return names[0] or "(the model)"
+    columns = list(zip(*[name.split(".") for name in names], strict=False))
+    together = [parts[0] if len(set(parts)) == 1 else _range(parts) for parts in columns]
+    if None in together or len({name.count(".") for name in names}) > 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    return f"{'.'.join(map(str, together))} ({len(names)} layers)"
+
+
+def _range(parts: tuple[str, ...]) -> str | None:
+    numbers = sorted({int(part) for part in parts}) if all(part.isdigit() for part in parts) else []
+    if not numbers:
+        return None
+    unbroken = numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{{{numbers[0]}..{numbers[-1]}}}" if unbroken else f"{{{','.join(map(str, numbers))}}}"

@@ -1,6 +1,6 @@
 """The error rule on whole models: outputs and parameter gradients on tilewise against the same model in fp64 on torch's attention.
 
-Plain PyTorch, the measure, is the same model in fp32 on torch's own kernels: their errors differ by luck, so several are taken.
+Plain PyTorch, the measure, is the same model in the tested dtype on torch's own kernels: their errors differ by luck, so several are taken.
 """
 
 import copy
@@ -33,16 +33,19 @@ class Without(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check(model: nn.Module, call: Call, on_tilewise: Callable[[nn.Module], AbstractContextManager[Any]], backend: str = "flex") -> "tw.watch":
+def check(
+    model: nn.Module, call: Call, on_tilewise: Callable[[nn.Module], AbstractContextManager[Any]], backend: str = "flex", dtype: torch.dtype = torch.float32
+) -> "tw.watch":
     """Hold a model to the rule, with tilewise's engine `backend`; gives what was watched, for more to be asked of it."""
     __tracebackhide__ = True
+    model = model.to(dtype)
     exact = copy.deepcopy(model).double()
     truth = _results(exact, call, torch.float64)
-    plain = [_results(model, call, torch.float32, kernel) for kernel in (nullcontext(), sdpa_kernel(SDPBackend.MATH))]
+    plain = [_results(model, call, dtype, kernel) for kernel in (nullcontext(), sdpa_kernel(SDPBackend.MATH))]
     with on_tilewise(model), tw.attention_backend(backend), tw.watch(model) as watched:
-        tested = _results(model, call, torch.float32)
+        tested = _results(model, call, dtype)
     with torch.no_grad(), Without():
-        moved = (call(model, torch.float32) - plain[0]["output"]).abs().max()
+        moved = (call(model, dtype) - plain[0]["output"]).abs().max()
     assert moved > MATTERS * plain[0]["output"].abs().max(), f"attention hardly matters here: without it the output moves by {float(moved):.3g}"
     largest = max(float(g.abs().max()) for name, g in truth.items() if name != "output")
     for name, expected in truth.items():
@@ -81,5 +84,5 @@ def seeded(seed: int = 0) -> Iterator[None]:
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """The same numbers in every dtype: drawn and rounded in fp32."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """The same numbers in every dtype: rounded as bf16 does."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(dtype)

@@ -110,7 +110,7 @@ def test_alike_layers_share_a_row() -> None:
     deep = model(*[WithTilewise(masks.causal) for _ in range(12)])
     with tw.watch(deep) as w:
         deep(x_of())
-    assert len(w.layers) == 12 and "0 .. 11 (12 layers)" in str(w) and len(str(w).splitlines()) == 4
+    assert len(w.layers) == 12 and "{0..11} (12 layers)" in str(w) and len(str(w).splitlines()) == 4
 
 
 def test_a_dict_of_models_and_pipelines() -> None:
