@@ -22,31 +22,38 @@ class intercept_sdpa(TorchFunctionMode):
 
         with tilewise.intercept_sdpa():
             loss = model(x)
-            loss.backward()      # inside, too, where activations are checkpointed: they are computed again here
 
-    `backend` chooses as tilewise.attention_backend does. nn.MultiheadAttention is served where it needs no weights.
+    `backend` chooses for all of tilewise's calls inside, as tilewise.attention_backend does. nn.MultiheadAttention is served where
+    it needs no weights. Activations that are checkpointed are computed again in the backward, out of reach of any such block:
+    there, use tilewise.integrations.route(model).
     """
 
     def __init__(self, backend: str | None = None) -> None:
         super().__init__()
         if backend is not None:
             check_name(backend, "intercept_sdpa")
+        self._choices: list[AbstractContextManager[None]] = []  # one for each time the block is entered
         self.backend = backend
+
+    def __enter__(self) -> "intercept_sdpa":
+        self._choices.append(nullcontext() if self.backend is None else attention_backend(self.backend))
+        self._choices[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._choices.pop().__exit__(*raised)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is SDPA and not own_call.running:
-            with self._chosen():
-                return scaled_dot_product_attention(*args, **kwargs)
+            return scaled_dot_product_attention(*args, **kwargs)
         if func is MULTI_HEAD:
-            with self._chosen():
-                served = multi_head_attention(*args, **kwargs)
+            served = multi_head_attention(*args, **kwargs)
             if served is not None:
                 return served
         return func(*args, **kwargs)
-
-    def _chosen(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.backend is None else attention_backend(self.backend)
 
 
 def multi_head_attention(

@@ -33,36 +33,66 @@ class Without(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Exactly(TorchFunctionMode):
+    """fp64 stays fp64: models turn to fp32 in places, which would spoil the truth."""
+
+    CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.softmax, functional.softmax)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self.CASTS and isinstance(args[0], Tensor) and args[0].dtype != torch.float32:
+            if func is torch.Tensor.float:
+                return args[0].double()
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {name: torch.float64 if a is torch.float32 else a for name, a in kwargs.items()}
+        if func is torch.functional.einsum:  # takes one dtype only
+            args = tuple(a.double() if isinstance(a, Tensor) else a for a in args)
+        return func(*args, **kwargs)
+
+
+Scope = Callable[[nn.Module], AbstractContextManager[Any]]
+TORCHS_OWN: tuple[Scope, ...] = (lambda model: nullcontext(), lambda model: sdpa_kernel(SDPBackend.MATH))
+
+
 def check(
-    model: nn.Module, call: Call, on_tilewise: Callable[[nn.Module], AbstractContextManager[Any]], backend: str = "flex", dtype: torch.dtype = torch.float32
-) -> "tw.watch":
-    """Hold a model to the rule, with tilewise's engine `backend`; gives what was watched, for more to be asked of it."""
+    model: nn.Module, call: Call, on_tilewise: Scope, *, backend: str = "flex", dtype: torch.dtype = torch.float32,
+    plain: tuple[Scope, ...] = TORCHS_OWN, without: Scope = lambda model: Without(),
+) -> "tw.watch":  # fmt: skip
+    """Hold a model to the rule, with tilewise's engine `backend`; gives what was watched, for more to be asked of it.
+
+    `plain` are the ways to run it on torch alone, the first in fp64 for the truth; `without` leaves attention out.
+    """
     __tracebackhide__ = True
     model = model.to(dtype)
     exact = copy.deepcopy(model).double()
-    truth = _results(exact, call, torch.float64)
-    plain = [_results(model, call, dtype, kernel) for kernel in (nullcontext(), sdpa_kernel(SDPBackend.MATH))]
+    if hasattr(exact, "disable_gradient_checkpointing"):
+        exact.disable_gradient_checkpointing()  # what is computed again in the backward is out of the reach of Exactly
+    with plain[0](exact), Exactly():
+        truth = _results(exact, call, torch.float64)
+    measures = []
+    for scope in plain:
+        with scope(model):
+            measures.append(_results(model, call, dtype))
     with on_tilewise(model), tw.attention_backend(backend), tw.watch(model) as watched:
         tested = _results(model, call, dtype)
-    with torch.no_grad(), Without():
-        moved = (call(model, dtype) - plain[0]["output"]).abs().max()
-    assert moved > MATTERS * plain[0]["output"].abs().max(), f"attention hardly matters here: without it the output moves by {float(moved):.3g}"
+    with without(model), torch.no_grad():
+        moved = (call(model, dtype) - measures[0]["output"]).abs().max()
+    assert moved > MATTERS * measures[0]["output"].abs().max(), f"attention hardly matters here: without it the output moves by {float(moved):.3g}"
     largest = max(float(g.abs().max()) for name, g in truth.items() if name != "output")
     for name, expected in truth.items():
-        measure = errors_of([(p[name], expected) for p in plain])
+        errors = errors_of([(found[name], expected) for found in measures])
         factor, reference = (FORWARD, None) if name == "output" else (GRADIENT, largest)
-        hold(name, tested[name], expected, measure, factor, reference)
+        hold(name, tested[name], expected, errors, factor, reference)
     assert any(float(g.abs().max()) > 0 for name, g in tested.items() if name != "output")
     return watched
 
 
-def _results(model: nn.Module, call: Call, dtype: torch.dtype, scope: AbstractContextManager[Any] | None = None) -> dict[str, Tensor]:
+def _results(model: nn.Module, call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
     """The output, and the gradient of every parameter that gets one."""
     model.zero_grad(set_to_none=True)
-    with scope if scope is not None else nullcontext():
-        out = call(model, dtype)
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-        (out * weights).sum().backward()
+    out = call(model, dtype)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    (out * weights).sum().backward()
     found = {"output": out.detach()}
     found |= {f"gradient of {name}": p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)

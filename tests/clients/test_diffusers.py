@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-pytest.importorskip("diffusers", reason="needs diffusers")
-
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend, dispatch_attention_fn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw

@@ -104,6 +104,7 @@ def test_no_tensor_is_kept_alive() -> None:
     mask = (torch.where(KEEP, 0.5, -torch.inf))[:, None, None].clone()
     assert name_of(mask) == "padding + bias"
     alive = weakref.ref(mask)
+    gc.collect()
     kept = len(tensor_masks._readings._kept)
     del mask
     gc.collect()

@@ -104,8 +104,13 @@ class _Leave:
         self.enter = enter
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Also called where the module was never entered: another hook raised first, or the route was made meanwhile."""
-        if _steps.stack and _steps.stack[-1].route is self.enter and _steps.stack[-1].module is module:
-            step = _steps.stack.pop()
+        """Leave this step and all within it; none, where another hook raised before it was entered."""
+        stack = _steps.stack
+        if not any(step.route is self.enter and step.module is module for step in stack):
+            return
+        while True:
+            step = stack.pop()
             if step.opened:
                 step.scope.__exit__(None, None, None)
+            if step.route is self.enter and step.module is module:
+                return
