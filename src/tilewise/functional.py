@@ -42,6 +42,8 @@ def scaled_dot_product_attention(
     """
     if query.dim() < 2 or {query.dim(), key.dim(), value.dim()} != {query.dim()}:
         raise InputError(f"query, key and value must have the same number of dimensions, at least 2, got {query.dim()}, {key.dim()} and {value.dim()}")
+    if not query.is_nested and not enable_gqa:
+        query, key, value = _broadcast(query, key, value)
     mask = _mask(attn_mask, query, key)
     if query.dim() == 4:
         return attend(query, key, value, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -74,6 +76,17 @@ def _natively(
     if not torch.compiler.is_compiling() and observers:
         tell_observers(engine, problem, f"tensor{list(mask.shape)}")
     return engine.call_with(problem, mask if mask.dtype == torch.bool else mask.to(problem.dtype), is_causal)
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch and heads of size 1 stand for all of the others', as in torch's products."""
+    lead = [t.shape[:-2] for t in (query, key, value)]
+    if lead[0] == lead[1] == lead[2]:
+        return query, key, value
+    if any([size not in (1, max(sizes)) for sizes in zip(*lead, strict=True) for size in sizes]):
+        return query, key, value  # the error is told where all arguments are checked
+    common = [max(sizes) for sizes in zip(*lead, strict=True)]
+    return query.expand(*common, *query.shape[-2:]), key.expand(*common, *key.shape[-2:]), value.expand(*common, *value.shape[-2:])
 
 
 def _four_dimensional(t: Tensor) -> Tensor:

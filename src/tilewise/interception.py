@@ -10,10 +10,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tilewise.dispatch import attention_backend, check_name
-from tilewise.engines.native import own_call
+from tilewise.engines.native import SDPA, own_call
 from tilewise.functional import scaled_dot_product_attention
 
-SDPA = functional.scaled_dot_product_attention
 MULTI_HEAD = functional.multi_head_attention_forward  # torch's nn.MultiheadAttention; its inner SDPA is hidden from a mode
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tilewise.dispatch import Served, observers
-from tilewise.engines.native import own_call
+from tilewise.engines.native import SDPA, own_call
 from tilewise.errors import InputError
 from tilewise.plan import map_of
 
@@ -190,7 +190,7 @@ class watch:
         how = {use.engine for use in layer.uses}
         root, top = next((name, top) for name, top in self._roots.items() if not name or layer.name == name or layer.name.startswith(f"{name}."))
         model = root or "model"
-        if _comes_from(top, "transformers") and hasattr(top, "set_attn_implementation"):
+        if comes_from(top, "transformers") and hasattr(top, "set_attn_implementation"):
             if getattr(top.config, "_attn_implementation", None) == "tilewise":
                 return "none: this layer keeps an attention of its own, whatever implementation the model is told to use"
             return f'tilewise.integrations.transformers.register(); {model}.set_attn_implementation("tilewise")'
@@ -256,7 +256,7 @@ class _TorchCalls(TorchFunctionMode):
 
 
 def _kind(func: Callable[..., Any]) -> str | None:
-    if func is functional.scaled_dot_product_attention:
+    if func is SDPA:
         return TORCH_SDPA
     if func in MULTI_HEAD:
         return TORCH_MULTI_HEAD
@@ -273,7 +273,7 @@ def _roots(model: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _comes_from(module: nn.Module, package: str) -> bool:
+def comes_from(module: nn.Module, package: str) -> bool:
     return any(kind.__module__.split(".")[0] == package for kind in type(module).__mro__)
 
 

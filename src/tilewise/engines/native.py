@@ -5,11 +5,12 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tilewise.engines.base import Engine, Gradients, Output
 from tilewise.problem import Problem
 from tilewise.tiles import dense_capture
+
+SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, also where somebody replaced the name in torch.nn.functional
 
 
 class _OwnCall(threading.local):
@@ -47,7 +48,7 @@ class NativeEngine(Engine):
         """SDPA with a mask as torch takes it, which the problem need not know of."""
         own_call.running = not torch.compiler.is_compiling()
         try:
-            return functional.scaled_dot_product_attention(
+            return SDPA(
                 problem.query, problem.key, problem.value, attn_mask=mask, dropout_p=problem.dropout_p,
                 is_causal=is_causal, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads,
             )  # fmt: skip

@@ -32,6 +32,11 @@ def register(replace_flex: bool = False) -> None:
         _serve(dispatch, FLEX, _flex_attention)
 
 
+def backend_name() -> Any:
+    """The member of diffusers' AttentionBackendName that stands for tilewise."""
+    return _dispatch_module().AttentionBackendName(NAME)
+
+
 def unregister() -> None:
     """Give `flex` back to diffusers and take `tilewise` out. Models told to use it need reset_attention_backend() first."""
     dispatch = _dispatch_module()

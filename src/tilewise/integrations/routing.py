@@ -2,12 +2,14 @@
 
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from tilewise.dispatch import check_name
+from tilewise.dispatch import attention_backend, check_name
 from tilewise.errors import InputError
 from tilewise.interception import intercept_sdpa
 
@@ -15,8 +17,8 @@ from tilewise.interception import intercept_sdpa
 class Route:
     """A routed model. `remove()` undoes it; so does leaving a `with` block."""
 
-    def __init__(self, model: nn.Module, backend: str | None) -> None:
-        enter = _Enter(backend)
+    def __init__(self, model: nn.Module, backend: str | None, intercept: bool) -> None:
+        enter = _Enter(_Scope(backend, intercept))
         leave = _Leave(enter)
         self._hooks: list[Any] = []
         for module in model.modules():
@@ -39,18 +41,19 @@ class Route:
 _routes: "weakref.WeakKeyDictionary[nn.Module, Route]" = weakref.WeakKeyDictionary()
 
 
-def route(model: nn.Module, backend: str | None = None) -> Route:
+def route(model: nn.Module, backend: str | None = None, *, intercept: bool = True) -> Route:
     """Serve the model's scaled_dot_product_attention with tilewise, wherever and whenever its modules run.
 
     Unlike a `with tilewise.intercept_sdpa():` block this covers activations that are computed again in the backward.
-    `backend` is a name of tilewise.backends(). A model that is routed already is routed anew.
+    `backend`, a name of tilewise.backends(), is used for all of the model's calls of tilewise; with intercept=False that is all
+    that is done, for a model that calls tilewise by itself. A model that is routed already is routed anew.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"route takes a model (nn.Module), got {type(model).__name__}; of a pipeline, route the model in it: route(pipeline.unet)")
     if backend is not None:
         check_name(backend, "route")
     unroute(model)
-    _routes[model] = made = Route(model, backend)
+    _routes[model] = made = Route(model, backend, intercept)
     return made
 
 
@@ -71,8 +74,21 @@ class _Step(NamedTuple):
 
     route: "_Enter"
     module: nn.Module
-    scope: intercept_sdpa
-    opened: bool  # whether this step opened the scope
+    scope: "_Scope"
+    opened: AbstractContextManager[Any] | None  # what this step opened; None where it was open already
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What holds while a routed module is computed."""
+
+    backend: str | None
+    intercept: bool
+
+    def open(self) -> AbstractContextManager[Any]:
+        if self.intercept:
+            return intercept_sdpa(self.backend)
+        return nullcontext() if self.backend is None else attention_backend(self.backend)
 
 
 class _Steps(threading.local):
@@ -86,17 +102,15 @@ _steps = _Steps()
 class _Enter:
     """A class, not a closure, so that a routed model can be copied and saved."""
 
-    def __init__(self, backend: str | None) -> None:
-        self.backend = backend
+    def __init__(self, scope: _Scope) -> None:
+        self.scope = scope
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        outer = _steps.stack[-1].scope if _steps.stack else None
-        if outer is not None and outer.backend == self.backend:
-            _steps.stack.append(_Step(self, module, outer, False))
-            return
-        scope = intercept_sdpa(self.backend)
-        scope.__enter__()
-        _steps.stack.append(_Step(self, module, scope, True))
+        opened = None
+        if not _steps.stack or _steps.stack[-1].scope != self.scope:
+            opened = self.scope.open()
+            opened.__enter__()
+        _steps.stack.append(_Step(self, module, self.scope, opened))
 
 
 class _Leave:
@@ -110,7 +124,7 @@ class _Leave:
             return
         while True:
             step = stack.pop()
-            if step.opened:
-                step.scope.__exit__(None, None, None)
+            if step.opened is not None:
+                step.opened.__exit__(None, None, None)
             if step.route is self.enter and step.module is module:
                 return
