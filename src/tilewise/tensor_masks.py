@@ -17,7 +17,7 @@ from tilewise import scores
 from tilewise.errors import InputError
 from tilewise.masks import Mask, padding
 
-FORBIDS = -10000.0  # added to a score, this or less leaves exp() nothing: clients write "do not attend" so
+FORBIDS = -9984.0  # added to a score, this or less leaves exp() nothing: clients write "do not attend" as -10000, which bfloat16 rounds to this
 REMEMBERED = 64
 
 
@@ -77,48 +77,58 @@ _readings = _Readings()
 
 
 def _look(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-    small = _smallest(mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape))  # detached: the reading keeps no client's tensor alive
     if 0 in sizes:  # nobody meets anybody, and tensors of no elements have nothing to load
         return Reading()
-    return _of_boolean(small, sizes) if small.dtype == torch.bool else _of_additive(small, sizes)
-
-
-def _smallest(mask: Tensor) -> Tensor:
-    """Without the copies along dimensions that were only expanded, and along heads that all say the same."""
-    for d, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            mask = mask.narrow(d, 0, 1)
-    if mask.shape[1] > 1 and bool((mask == mask[:, :1]).all()):
-        mask = mask[:, :1]
-    return mask
+    whole = mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape)  # detached: the reading keeps no client's tensor alive
+    for d, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
+        if size > 1 and stride == 0:  # only expanded
+            whole = whole.narrow(d, 0, 1)
+    return _of_boolean(whole, sizes) if whole.dtype == torch.bool else _of_additive(whole, sizes)
 
 
 def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-    if bool(mask.all()):
-        return Reading()
+    """What is asked of the contents is asked together: on a GPU every answer is a wait."""
     heads, queries, keys = mask.shape[1:]
-    if heads == queries == 1 and keys == sizes[3]:
-        lengths = mask.sum(-1).flatten()
-        if bool((mask == (torch.arange(keys, device=mask.device) < lengths.view(-1, 1, 1, 1))).all()):
-            return Reading(padding(lengths.expand(sizes[0]).contiguous()))
-    if heads == queries == 1:
-        return Reading(Mask(_loaded(mask), "key_padding", *mask.shape))
-    rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
-    if bool((mask == (rows & columns)).all()):  # padding on both sides, multiplied out
-        return Reading(Mask(_both(_loaded(rows), _loaded(columns)), "token_padding", *mask.shape))
-    return Reading(Mask(_loaded(mask), "tensor", *mask.shape))
+    first = mask[:, :1]
+    lengths = first.sum(-1, keepdim=True)
+    rows, columns = first.any(-1, keepdim=True), first.any(-2, keepdim=True)
+    allows_all, heads_agree, is_padding, is_product = _answers(
+        mask.all(),
+        (mask == first).all() if heads > 1 else None,
+        (first == (torch.arange(keys, device=mask.device) < lengths)).all() if queries == 1 and keys == sizes[3] else None,
+        (first == (rows & columns)).all() if queries > 1 else None,
+    )
+    if allows_all:
+        return Reading()
+    if heads > 1 and not heads_agree:
+        return Reading(Mask(_loaded(mask), "tensor", *mask.shape))
+    if is_padding:
+        return Reading(padding(lengths.flatten().expand(sizes[0]).contiguous()))
+    if queries == 1:
+        return Reading(Mask(_loaded(first), "key_padding", *first.shape))
+    if is_product:  # padding of queries and of keys, multiplied out
+        return Reading(Mask(_both(_loaded(rows), _loaded(columns)), "token_padding", *first.shape))
+    return Reading(Mask(_loaded(first), "tensor", *first.shape))
 
 
 def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-    forbidden = mask <= FORBIDS
-    rest = torch.where(forbidden, 0, mask)
-    # A row in which every key is at -10000 attends to all of them alike: there the number counts.
-    alone = forbidden.all(-1) & (mask != -torch.inf).any(-1)
-    if not bool((rest != 0).any() | alone.any()):
+    forbidden, impossible = mask <= FORBIDS, mask == -torch.inf
+    adds, uniform, forbids = _answers(
+        (torch.where(forbidden, 0, mask) != 0).any(),
+        (forbidden.all(-1) & ~impossible.all(-1)).any(),  # a row of -10000 alone attends to all keys alike: there the number counts
+        impossible.any(),
+    )
+    if not adds and not uniform:
         return _of_boolean(~forbidden, sizes)
-    impossible = mask == -torch.inf
-    finite = Reading(None, scores.bias(mask))
-    return finite._replace(mask=_of_boolean(~impossible, sizes).mask) if bool(impossible.any()) else finite
+    bias = scores.bias(mask)
+    return Reading(_of_boolean(~impossible, sizes).mask, bias) if forbids else Reading(None, bias)
+
+
+def _answers(*questions: Tensor | None) -> list[bool]:
+    """The truth of 0-d tensors, fetched at once; None is false."""
+    asked = [q for q in questions if q is not None]
+    found = iter(torch.stack(asked).tolist())
+    return [q is not None and next(found) for q in questions]
 
 
 def _loaded(mask: Tensor) -> Any:

@@ -11,8 +11,10 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from tests.clients.compare import engine_of
+
 FOLDER = Path(__file__).parents[2] / "examples" / "finetune"
-ENGINES = {"flex": "blocked", "native": "native", "math": "reference"}
+MECHANISMS = ("flex", "native", "math")
 
 
 @pytest.fixture
@@ -35,13 +37,13 @@ def run(example: Any, output: Path, **given: Any) -> list[float]:
 
 def test_one_curve_for_every_mechanism(example: Any, tmp_path: Path) -> None:
     """After some steps roundings have been multiplied by training itself; the first steps are near to the last digit."""
-    curves = {name: run(example, tmp_path / name, attention_mechanism=name, steps=25, batch_size=8) for name in ENGINES}
+    curves = {name: run(example, tmp_path / name, attention_mechanism=name, steps=25, batch_size=8) for name in MECHANISMS}
     for name, curve in curves.items():
         torch.testing.assert_close(curve[:3], curves["native"][:3], rtol=1e-6, atol=0)
         torch.testing.assert_close(curve, curves["native"], rtol=1e-3, atol=0)
         assert sum(curve[-5:]) < 0.6 * sum(curve[:5])
         log = (tmp_path / name / "log.txt").read_text()
-        assert f"3 of 3 attention layers reached tilewise (calls: {ENGINES[name]} 3)" in log and "step    25/25" in log
+        assert f"3 of 3 attention layers reached tilewise (calls: {engine_of(name)} 3)" in log and "step    25/25" in log
         with Image.open(tmp_path / name / "samples-00025.png") as samples:
             assert samples.size == (3 * 16 * 4, 16 * 4)
         assert (tmp_path / name / "loss.png").stat().st_size > 0

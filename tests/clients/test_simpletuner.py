@@ -16,6 +16,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from torch.nn import functional
 
 import tilewise as tw
+from tests.clients.compare import engine_of
 from tests.clients.diffusers_models import DIRECT, DISPATCHED, Tiny
 from tilewise.integrations import simpletuner as client
 
@@ -93,10 +94,11 @@ FLUX, SD3 = DISPATCHED[0], DIRECT[0]
 
 
 def test_mechanisms_that_mean_tilewise(trainer: Any) -> None:
-    for mechanism, expected in (("flex", "blocked"), ("flex-attn", "blocked"), ("tilewise", "native"), ("Tilewise", "native")):
+    for mechanism, backend in (("flex", "flex"), ("flex-attn", "flex"), ("tilewise", "auto"), ("Tilewise", "auto")):
         apply(trainer, mechanism)
-        assert engines(FLUX).keys() == {expected}, mechanism  # through diffusers' dispatcher
-        assert engines(SD3).keys() == {expected}, mechanism  # past it
+        assert engines(FLUX).keys() == {engine_of(backend)}, mechanism  # through diffusers' dispatcher
+        assert engines(SD3).keys() == {engine_of(backend)}, mechanism  # past it
+    assert sum(client.served().values()) == 4 * 5
     with tw.attention_backend("math"):
         assert engines(FLUX).keys() == engines(SD3).keys() == {"reference"}
 
@@ -106,6 +108,7 @@ def test_other_mechanisms_do_not(trainer: Any) -> None:
     apply(trainer, "flex")
     apply(trainer, "native")
     assert engines(FLUX) == engines(SD3) == {} and functional.scaled_dot_product_attention is before
+    assert client.served() == {}  # what a user looks at
     apply(trainer, "flex")
     trainer.AttentionBackendController.restore_default()
     assert engines(FLUX) == engines(SD3) == {} and functional.scaled_dot_product_attention is before
@@ -117,7 +120,7 @@ def test_with_activations_computed_again(trainer: Any) -> None:
     model.enable_gradient_checkpointing()
     with tw.watch(model) as watched:
         SD3.call(model, torch.float32).sum().backward()
-    assert watched.engines == {"blocked": 6} and not watched.bypassing
+    assert watched.engines == {engine_of("flex"): 6} and not watched.bypassing
 
 
 def test_an_unknown_mechanism_is_an_error(trainer: Any) -> None:

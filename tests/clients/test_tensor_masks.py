@@ -42,7 +42,7 @@ READINGS = {
     "a bias": (normal(H, Q, K, seed=0, dtype=torch.float32), "none + bias"),
     "a bias and -inf": (torch.where(KEEP, 0.5, -torch.inf)[:, None, None], "padding + bias"),
     "a row of -10000 only": (torch.where(torch.arange(Q)[:, None] > 0, 0.0, -10000.0).expand(Q, K), "none + bias"),
-    "-9999": (torch.where(KEEP, 0.0, -9999.0)[:, None, None], "none + bias"),
+    "-5000": (torch.where(KEEP, 0.0, -5000.0)[:, None, None], "none + bias"),
 }
 
 

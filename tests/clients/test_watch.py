@@ -22,12 +22,12 @@ def heads(x: Tensor) -> Tensor:
 
 
 class WithTilewise(nn.Module):
-    def __init__(self, mask: Any) -> None:
+    def __init__(self, mask: Any, backend: str = "blocked") -> None:
         super().__init__()
-        self.mask = mask
+        self.mask, self.backend = mask, backend
 
     def forward(self, x: Tensor) -> Tensor:
-        return tw.attention(heads(x), heads(x), heads(x), mask=self.mask).transpose(1, 2).flatten(2)
+        return tw.attention(heads(x), heads(x), heads(x), mask=self.mask, backend=self.backend).transpose(1, 2).flatten(2)
 
 
 class SdpaAttention(nn.Module):
@@ -74,7 +74,7 @@ def x_of() -> Tensor:
 
 
 def test_each_layer_with_its_engine_mask_and_tiles() -> None:
-    watched_model = model(WithTilewise(masks.causal & masks.sliding_window(10)), WithTilewise(None), WithTilewise(masks.full))
+    watched_model = model(WithTilewise(masks.causal & masks.sliding_window(10)), WithTilewise(None, "native"), WithTilewise(masks.full))
     with tw.watch(watched_model) as w:
         watched_model(x_of())
         watched_model(x_of())

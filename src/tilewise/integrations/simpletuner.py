@@ -3,18 +3,19 @@
     tilewise.integrations.simpletuner.register()      # before the trainer starts
 """
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
-from tilewise.dispatch import attention_backend, requested_backend
+from tilewise.dispatch import Served, attention_backend, observers, requested_backend
 from tilewise.errors import BackendError
 from tilewise.functional import scaled_dot_product_attention
 from tilewise.integrations import diffusers
 
 NAME, FLEX = "tilewise", ("flex", "flex-attn")
-ELSEWHERE = ("diffusers", "xformers", "sla", "kohaku-fa", "kohaku-fa-auto")  # names that are no backend of diffusers
+ELSEWHERE = ("diffusers", "native", "xformers", "sla", "kohaku-fa", "kohaku-fa-auto")  # names outside its table of diffusers' backends
 
 
 def register() -> None:
@@ -33,6 +34,20 @@ def register() -> None:
     _offer(NAME)
     controller.apply = _Apply(controller.__dict__["apply"], backends)
     controller.restore_default = _RestoreDefault(controller.__dict__["restore_default"])
+    _served.clear()
+    observers.append(_count)
+
+
+def served() -> dict[str, int]:
+    """How many attention calls each engine of tilewise has served since register(): nothing, where training never reached it."""
+    return dict(_served)
+
+
+_served: Counter[str] = Counter()
+
+
+def _count(call: Served) -> None:
+    _served[call.engine] += 1
 
 
 def unregister() -> None:
@@ -42,6 +57,7 @@ def unregister() -> None:
     if not isinstance(controller.__dict__["apply"], _Apply):
         return
     controller.restore_default()
+    observers.remove(_count)
     controller.apply, controller.restore_default = controller.__dict__["apply"].original, controller.__dict__["restore_default"].original
     for known in (backends._DIFFUSERS_BACKEND_TARGETS, backends._DIFFUSERS_BACKEND_ALIASES):
         known.pop(NAME, None)
@@ -79,12 +95,13 @@ class _Apply:
     def __get__(self, _: Any, controller: Any) -> Any:
         def apply(config: Any, phase: Any) -> None:
             asked = getattr(config, "attention_mechanism", None)
-            if isinstance(asked, str) and asked.strip():
-                _check_name(asked, self.backends)
+            name = asked.strip().lower().replace("_", "-") if isinstance(asked, str) else ""
+            if name:
+                _check_name(name, asked, self.backends)
             _give_sdpa_back()
             self.original.__get__(None, controller)(config, phase)
-            if controller.active_backend() in (NAME, *FLEX):
-                _serve_sdpa(_sdpa if controller.active_backend() == NAME else _flex_sdpa)
+            if name in (NAME, *FLEX):
+                _serve_sdpa(_sdpa if name == NAME else _flex_sdpa)
 
         return apply
 
@@ -101,8 +118,7 @@ class _RestoreDefault:
         return restore_default
 
 
-def _check_name(asked: str, backends: Any) -> None:
-    name = asked.strip().lower().replace("_", "-")
+def _check_name(name: str, asked: Any, backends: Any) -> None:
     known = {*(key.replace("_", "-") for key in backends._DIFFUSERS_BACKEND_TARGETS), *getattr(backends, "_METAL_FLASH_ATTENTION_ALIASES", ()), *ELSEWHERE}
     if name not in known and not backends.AttentionBackendController._is_sageattention_backend(name):
         raise BackendError(f"unknown attention_mechanism {asked!r}; allowed are {', '.join(sorted(known))}, and the sageattention names")
