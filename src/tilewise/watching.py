@@ -188,12 +188,14 @@ class watch:
     def _remedy(self, layer: Layer, module: nn.Module) -> str:
         """The line that would route a layer to tilewise."""
         how = {use.engine for use in layer.uses}
-        root, top = next((name, top) for name, top in self._roots.items() if not name or layer.name == name or layer.name.startswith(f"{name}."))
+        root = next(name for name in self._roots if not name or layer.name == name or layer.name.startswith(f"{name}."))
         model = root or "model"
-        if comes_from(top, "transformers") and hasattr(top, "set_attn_implementation"):
-            if getattr(top.config, "_attn_implementation", None) == "tilewise":
+        library = self._of_transformers(layer.name)
+        if library is not None:
+            if getattr(self._modules[library].config, "_attn_implementation", None) == "tilewise":
                 return "none: this layer keeps an attention of its own, whatever implementation the model is told to use"
-            return f'tilewise.integrations.transformers.register(); {model}.set_attn_implementation("tilewise")'
+            owner = f"{model}.{library.removeprefix(root).strip('.')}".strip(".")
+            return f'tilewise.integrations.transformers.register(); {owner}.set_attn_implementation("tilewise")'
         if hasattr(getattr(module, "processor", None), "_attention_backend"):
             return f'tilewise.integrations.diffusers.register(); {model}.set_attention_backend("tilewise")'
         if how <= {UNSEEN, WRITTEN_OUT}:
@@ -201,6 +203,12 @@ class watch:
         if TORCH_SDPA in how:
             return f"tilewise.integrations.route({model})"
         return f"tilewise.integrations.route({model}), with need_weights=False where nn.MultiheadAttention is called"
+
+    def _of_transformers(self, name: str) -> str | None:
+        """The outermost model of transformers that holds a layer: it says which attention its layers use."""
+        parts = name.split(".")
+        owners = ["", *(".".join(parts[: k + 1]) for k in range(len(parts)))]
+        return next((owner for owner in owners if owner in self._modules and hasattr(self._modules[owner], "set_attn_implementation")), None)
 
     @property
     def bypassing(self) -> list[Layer]:
@@ -271,10 +279,6 @@ def _roots(model: Any) -> dict[str, nn.Module]:
     if not found:
         raise InputError(f"watch takes a model (nn.Module), a pipeline with components, or a dict of models, got {type(model).__name__}")
     return found
-
-
-def comes_from(module: nn.Module, package: str) -> bool:
-    return any(kind.__module__.split(".")[0] == package for kind in type(module).__mro__)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

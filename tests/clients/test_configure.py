@@ -1,6 +1,8 @@
 """configure(model, config): the attention mechanism of a config.json."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,45 @@ def test_two_models_do_not_disturb_each_other() -> None:
         with configure(other, {"attention_mechanism": "math"}):
             assert engines(other, tiny).keys() == {"reference"} and engines(one, tiny).keys() == {"blocked"}
     diffusers.unregister()
+
+
+def test_models_within_a_model() -> None:
+    """As wrappers for several devices, for adapters and for training hold them."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.picture = LLAMA.make(), DISPATCHED[0].make()
+
+        def forward(self) -> None:
+            self.text(input_ids=IDS)
+            DISPATCHED[0].call(self.picture, torch.float32)
+
+    model = Both()
+    with tw.watch(model) as watched:
+        model()
+    remedies = [layer.remedy for layer in watched.bypassing]
+    assert remedies[0] == 'tilewise.integrations.transformers.register(); model.text.set_attn_implementation("tilewise")'
+    assert remedies[-1] == 'tilewise.integrations.diffusers.register(); model.set_attention_backend("tilewise")'
+    with configure(model, {"attention_mechanism": "flex"}), tw.watch(model) as watched:
+        model()
+    reached(watched)
+    assert model.text.config._attn_implementation == "sdpa"
+    diffusers.unregister()
+    transformers.unregister()
+
+
+def test_a_configured_model_can_go() -> None:
+    for tiny in (LLAMA, DISPATCHED[0]):
+        model = tiny.make()
+        configured = configure(model, {"attention_mechanism": "flex"})
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
+        configured.remove()
+    diffusers.unregister()
+    transformers.unregister()
 
 
 def test_a_file(tmp_path: Path) -> None:

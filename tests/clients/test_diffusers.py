@@ -1,8 +1,11 @@
 """diffusers on tilewise: every model family on tiny random weights, and what the dispatcher may pass."""
 
 import copy
+import inspect
 import itertools
 import pickle
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -118,6 +121,30 @@ def test_registering_twice_and_unregistering() -> None:
     assert "tilewise" not in [name.value for name in AttentionBackendName]
     with pytest.raises(ValueError, match="tilewise"), attention_backend("tilewise"):
         pass
+
+
+ENUM_PROBE = """
+from enum import Enum
+from typing import Any
+{source}
+class Names(str, Enum):
+    FLEX = "flex"
+_add_member(Names, "TILEWISE", "tilewise")
+assert Names("tilewise") is Names.TILEWISE is Names["TILEWISE"] and [n.value for n in Names] == ["flex", "tilewise"]
+assert "tilewise" in {{Names.TILEWISE: 1}} and Names.TILEWISE in Names and Names.TILEWISE.name == "TILEWISE"
+_remove_member(Names, "TILEWISE", "tilewise")
+assert [n.value for n in Names] == ["flex"] and not hasattr(Names, "TILEWISE")
+"""
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_the_enumeration_is_extended_on_every_python(version: str) -> None:
+    """Enumerations are made differently in each."""
+    python = shutil.which(f"python{version}")
+    if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip(f"python{version} is not installed")
+    source = inspect.getsource(client._add_member) + inspect.getsource(client._remove_member)
+    subprocess.run([python, "-c", ENUM_PROBE.format(source=source)], check=True, timeout=60)
 
 
 def test_checks_of_diffusers_may_be_on(monkeypatch: pytest.MonkeyPatch) -> None:

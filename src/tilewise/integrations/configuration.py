@@ -3,9 +3,10 @@
 import json
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -14,32 +15,39 @@ from tilewise.dispatch import names
 from tilewise.errors import BackendError, InputError
 from tilewise.integrations import diffusers, transformers
 from tilewise.integrations.routing import Route, route
-from tilewise.watching import LOOKS_LIKE_ATTENTION, comes_from
+from tilewise.watching import LOOKS_LIKE_ATTENTION
 
 KEY = "attention_mechanism"
 logger = logging.getLogger("tilewise")
 
 
 class Configured:
-    """A configured model. `remove()` gives it back the attention it had; so does leaving a `with` block."""
+    """A configured model. `remove()` gives it back the attention it had; so does leaving a `with` block.
+
+    It holds the model weakly, so that it is no reason for the model to stay.
+    """
 
     def __init__(self, model: nn.Module, mechanism: str) -> None:
-        self.model, self.mechanism = model, mechanism
-        self._implementation: str | None = None  # what a transformers model used before
-        self._backends: list[tuple[Any, Any]] = []  # processors of diffusers, and the backend each used before
-        if comes_from(model, "transformers") and hasattr(model, "set_attn_implementation"):
-            self._configure_transformers(model)
-        elif comes_from(model, "diffusers"):
-            self._configure_diffusers(model)
-        self._route: Route = route(model, mechanism, intercept=self._calls_sdpa())
+        self.mechanism = mechanism
+        self._implementations: list[tuple[weakref.ref[Any], str]] = []  # models of transformers, and the implementation each used before
+        self._backends: list[tuple[weakref.ref[Any], Any]] = []  # processors of diffusers, and the backend each used before
+        for name, part in model.named_modules():
+            if isinstance(getattr(part, "set_attn_implementation", None), MethodType) and not self._is_within(name, model):
+                self._configure_transformers(part)
+            processor: Any = getattr(part, "processor", None)
+            if hasattr(processor, "_attention_backend"):
+                self._configure_diffusers(processor)
+        self._route: Route = route(model, mechanism, intercept=self._calls_sdpa(model))
 
     def remove(self) -> None:
         self._route.remove()
-        for processor, before in self._backends:
-            processor._attention_backend = before
-        if self._implementation is not None:
-            self.model.set_attn_implementation(self._implementation)  # type: ignore[operator]
-        self._backends, self._implementation = [], None
+        for processor, backend in self._backends:
+            if (there := processor()) is not None:
+                there._attention_backend = backend
+        for part, implementation in self._implementations:
+            if (there := part()) is not None:
+                there.set_attn_implementation(implementation)
+        self._backends, self._implementations = [], []
 
     def __enter__(self) -> "Configured":
         return self
@@ -47,31 +55,39 @@ class Configured:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _configure_transformers(self, model: Any) -> None:
-        transformers.register()
-        before = model.config._attn_implementation
-        model.set_attn_implementation(transformers.NAME)
-        if model.config._attn_implementation == transformers.NAME:
-            self._implementation = before
-        else:
-            logger.warning("%s keeps its own attention; only its calls of torch's SDPA are served by tilewise", type(model).__name__)
+    def _is_within(self, name: str, model: nn.Module) -> bool:
+        """Whether a part of the model lies in one that is configured already, and got its implementation from it."""
+        owners = {id(part()) for part, _ in self._implementations}
+        return any(id(owner) in owners for owner in _owners(name, model))
 
-    def _configure_diffusers(self, model: nn.Module) -> None:
+    def _configure_transformers(self, part: Any) -> None:
+        transformers.register()
+        before = part.config._attn_implementation
+        part.set_attn_implementation(transformers.NAME)
+        if part.config._attn_implementation == transformers.NAME:
+            self._implementations.append((weakref.ref(part), before))
+        else:
+            logger.warning("%s keeps its own attention; only its calls of torch's SDPA are served by tilewise", type(part).__name__)
+
+    def _configure_diffusers(self, processor: Any) -> None:
         """Processor by processor: model.set_attention_backend would also change the backend of every other model."""
         diffusers.register()
-        for module in model.modules():
-            processor: Any = getattr(module, "processor", None)
-            if hasattr(processor, "_attention_backend"):
-                self._backends.append((processor, processor._attention_backend))
-                processor._attention_backend = diffusers.backend_name()
+        self._backends.append((weakref.ref(processor), processor._attention_backend))
+        processor._attention_backend = diffusers.backend_name()
 
-    def _calls_sdpa(self) -> bool:
+    def _calls_sdpa(self, model: nn.Module) -> bool:
         """Whether some attention layer does not hand its calls to a dispatcher, so that torch's SDPA has to be intercepted."""
-        if self._implementation is not None:
-            return False
-        handed = {id(processor) for processor, _ in self._backends}
-        layers = [m for m in self.model.modules() if LOOKS_LIKE_ATTENTION.search(type(m).__name__) and not _holds_attention(m)]
-        return not layers or any(id(getattr(layer, "processor", None)) not in handed for layer in layers)
+        handed = {id(processor()) for processor, _ in self._backends}
+        layers = [(name, part) for name, part in model.named_modules() if LOOKS_LIKE_ATTENTION.search(type(part).__name__) and not _holds_attention(part)]
+        return not layers or any(id(getattr(part, "processor", None)) not in handed and not self._is_within(name, model) for name, part in layers)
+
+
+def _owners(name: str, model: nn.Module) -> Iterator[nn.Module]:
+    """The model and every part of it that holds the part of this name."""
+    yield model
+    parts = name.split(".") if name else []
+    for k in range(1, len(parts)):
+        yield model.get_submodule(".".join(parts[:k]))
 
 
 def _holds_attention(module: nn.Module) -> bool:
