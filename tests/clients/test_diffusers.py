@@ -277,6 +277,21 @@ def test_under_torch_compile() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_a_compiled_model() -> None:
+    tiny = DISPATCHED[0]
+    model = tiny.make()
+    expected = tiny.call(model, torch.float32)
+    for block in model.transformer_blocks:
+        block.attn.set_attention_backend("tilewise")
+    for block in model.single_transformer_blocks:
+        block.attn.set_attention_backend("tilewise")
+    graphs: list[Any] = []
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    with tw.attention_backend("flex"):
+        torch.testing.assert_close(tiny.call(compiled, torch.float32), expected, rtol=1e-4, atol=1e-5)
+    assert graphs[0].code.count("torch.ops.tilewise.attention(") == 2
+
+
 MISTAKES = {
     "context parallelism": ({"parallel_config": object()}, "no context parallelism"),
     "3 dimensions that may be heads": ({"attn_mask": torch.ones(2, SQ, SK).bool(), "heads": 2}, "write all 4 dimensions"),

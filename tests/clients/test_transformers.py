@@ -184,6 +184,51 @@ def test_with_activations_computed_again() -> None:
     assert sum(watched.engines.values()) == 4 and not watched.bypassing
 
 
+SMALL = ENCODER | {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
+MORE = {  # one for each thing the families above do not do
+    "gpt2": ("GPT2Model", "GPT2Config", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}),
+    "llama4, chunks": ("Llama4ForCausalLM", "Llama4TextConfig", SMALL | {
+        "num_key_value_heads": 2, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32,
+    }),
+    "modernbert, windows both ways": ("ModernBertModel", "ModernBertConfig", SMALL | {
+        "global_attn_every_n_layers": 2, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2,
+    }),
+    "deepseek, values of another size": ("DeepseekV3Model", "DeepseekV3Config", SMALL | {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    }),
+    "bart, encoder and decoder": ("BartModel", "BartConfig", {
+        "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_families(name: str) -> None:
+    model = Tiny(name, *MORE[name]).make().eval()
+    inputs = {"input_ids": IDS, "attention_mask": LEFT_PADDED.long()}
+    with torch.no_grad(), SDPA(model):
+        expected = model(**inputs)[0]
+        gone = model(**inputs | {"attention_mask": None})[0]
+    model.set_attn_implementation("tilewise")
+    with torch.no_grad(), tw.attention_backend("flex"), tw.watch(model) as watched:
+        found = model(**inputs)[0]
+    reached(watched)
+    torch.testing.assert_close(found[LEFT_PADDED], expected[LEFT_PADDED], rtol=1e-4, atol=1e-4)
+    assert (gone - expected)[LEFT_PADDED].abs().max() > 1e-2  # the padding matters
+
+
+def test_a_model_that_keeps_its_own_attention_is_named() -> None:
+    settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+    model = Tiny("bloom", "BloomModel", "BloomConfig", settings).make()
+    model.set_attn_implementation("tilewise")  # accepted, and without effect
+    assert model.config._attn_implementation != "tilewise"
+    with tw.watch(model) as watched:
+        model(input_ids=IDS)
+    assert watched.engines == {} and watched.bypassing[0].uses[0].engine == "softmax written out"
+
+
 # -- caches and generation ---------------------------------------------------------------------------------------------
 
 
