@@ -208,7 +208,7 @@ class watch:
         """The outermost model of transformers that holds a layer: it says which attention its layers use."""
         parts = name.split(".")
         owners = ["", *(".".join(parts[: k + 1]) for k in range(len(parts)))]
-        return next((owner for owner in owners if owner in self._modules and hasattr(self._modules[owner], "set_attn_implementation")), None)
+        return next((owner for owner in owners if owner in self._modules and _takes_implementations(self._modules[owner])), None)
 
     @property
     def bypassing(self) -> list[Layer]:
@@ -279,6 +279,11 @@ def _roots(model: Any) -> dict[str, nn.Module]:
     if not found:
         raise InputError(f"watch takes a model (nn.Module), a pipeline with components, or a dict of models, got {type(model).__name__}")
     return found
+
+
+def _takes_implementations(module: Any) -> bool:
+    """A model of transformers that listens to set_attn_implementation; some take the call and keep what they have."""
+    return hasattr(module, "set_attn_implementation") and getattr(module, "_can_set_attn_implementation", lambda: True)()
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

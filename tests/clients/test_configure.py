@@ -59,6 +59,9 @@ def test_a_model_that_keeps_its_own_attention_is_said_to(caplog: pytest.LogCaptu
     from transformers import FalconConfig, FalconModel
 
     model = FalconModel(FalconConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    with tw.watch(model) as watched:
+        model(input_ids=IDS, use_cache=False)
+    assert watched.bypassing[0].remedy == "tilewise.integrations.route(model)"
     with configure(model, {"attention_mechanism": "flex"}), tw.watch(model) as watched:
         model(input_ids=IDS, use_cache=False)
     assert "FalconModel keeps its own attention" in caplog.text

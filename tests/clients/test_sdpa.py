@@ -81,6 +81,16 @@ def test_as_torch_computes_it(name: str, how: str) -> None:
     reached(watched)
 
 
+def test_one_head_of_512_and_other_values() -> None:
+    """As in autoencoders, and in models whose values have a size of their own."""
+    for head_dim, v_dim in ((512, 512), (24, 12)):
+        q, k = normal(2, 1, LENGTH, head_dim, seed=0, dtype=torch.float32), normal(2, 1, LENGTH, head_dim, seed=1, dtype=torch.float32)
+        v = normal(2, 1, LENGTH, v_dim, seed=2, dtype=torch.float32)
+        expected = functional.scaled_dot_product_attention(q, k, v)
+        with tw.intercept_sdpa("flex"):
+            torch.testing.assert_close(functional.scaled_dot_product_attention(q, k, v), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["auto", "flex", "native", "math", "blocked"])
 @pytest.mark.parametrize("name", ["none", "-10000", "boolean keys", "added by head"])
 def test_the_backend_is_obeyed(backend: str, name: str) -> None:

@@ -227,6 +227,7 @@ def test_a_model_that_keeps_its_own_attention_is_named() -> None:
     with tw.watch(model) as watched:
         model(input_ids=IDS)
     assert watched.engines == {} and watched.bypassing[0].uses[0].engine == "softmax written out"
+    assert watched.bypassing[0].remedy.startswith("none: its weights are written out")
 
 
 # -- caches and generation ---------------------------------------------------------------------------------------------
@@ -369,6 +370,15 @@ def test_a_scale_of_0_is_a_number() -> None:
     torch.testing.assert_close(found.transpose(1, 2), v.mean(2, keepdim=True).expand_as(v))
 
 
+def test_dropout_is_applied() -> None:
+    q, k, v = q_k_v()
+    torch.manual_seed(0)
+    found, _ = client.attention_forward(Module(), q, k, v, None, dropout=0.5)
+    torch.manual_seed(0)
+    again, _ = client.attention_forward(Module(), q, k, v, None, dropout=0.5)
+    assert torch.equal(found, again) and not torch.allclose(found, client.attention_forward(Module(), q, k, v, None)[0])
+
+
 def test_under_torch_compile() -> None:
     model = LLAMA.make().eval()
     model.set_attn_implementation("tilewise")
@@ -387,8 +397,9 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_cannot_be_honoured_is_refused(name: str) -> None:
     options, message = MISTAKES[name]
-    with pytest.raises(tw.InputError, match=message):
-        client.attention_forward(Module(), *q_k_v(), None, **options)
+    for window in (None, 2):
+        with pytest.raises(tw.InputError, match=message):
+            client.attention_forward(Module(), *q_k_v(), None, sliding_window=window, **options)
 
 
 def test_a_mask_made_for_other_lengths_is_refused() -> None:

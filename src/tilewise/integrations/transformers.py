@@ -172,7 +172,9 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 def _check_packing(kwargs: dict[str, Any], mask: Any) -> None:
     """Packed sequences are known from position_ids; their lengths alone reach only kernels that take them."""
     offsets = kwargs.get("cu_seq_lens_q")
-    if isinstance(offsets, Tensor) and offsets.numel() > 2 and (mask is None or mask is masks.causal):
+    if not isinstance(offsets, Tensor) or offsets.numel() <= 2:
+        return
+    if mask is None or (isinstance(mask, Mask) and not mask.traced().captures):  # a mask that keeps them apart holds their numbers
         raise InputError(
             f"cu_seq_lens_q describes {offsets.numel() - 1} packed sequences, but the mask keeps none of them apart: "
             "pass position_ids that start again at each sequence, and no attention_mask"
