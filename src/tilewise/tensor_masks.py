@@ -132,11 +132,11 @@ def _answers(*questions: Tensor | None) -> list[bool]:
 
 
 def _loaded(mask: Tensor) -> Any:
-    """mask[b, h, q, kv], with 0 where it broadcasts."""
-    broadcast = [size == 1 for size in mask.shape]
+    """mask[b, h, q, kv], with 0 where it broadcasts. The function holds plain values only, by which calls with it are remembered."""
+    one_batch, one_head, one_query, one_key = [size == 1 for size in mask.shape]
 
     def look_up(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return mask[tuple([0 if one else i for one, i in zip(broadcast, (b, h, q, kv), strict=True)])]
+        return mask[0 if one_batch else b, 0 if one_head else h, 0 if one_query else q, 0 if one_key else kv]
 
     return look_up
 
