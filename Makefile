@@ -26,7 +26,7 @@ bench: .venv/.ready  ## run the benchmarks (BENCHMARKS='benchmarks/gpu.py' choos
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean:  ## delete caches and outputs (.venv stays)
-	rm -rf build dist tilewise-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist tilewise-demo finetune-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The environment, made once. torch goes first and alone, so that nothing else decides which torch is installed.

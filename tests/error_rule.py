@@ -60,11 +60,11 @@ def check(case: Case, engine: str, device: str = "cpu", dtype: torch.dtype = tor
         for other in range(seed + 1, seed + DRAWS):
             plain.append((by_plain_torch(case, make(case, dtype, dtype, device, other)), by_reference(case, make(case, dtype, torch.float64, device, other))))
     for name, exact in truth.outputs.items():
-        hold(name, tested.outputs[name], exact, _errors([(p.outputs[name], t.outputs[name]) for p, t in plain[: len(orders)]]), FORWARD)
+        hold(name, tested.outputs[name], exact, errors_of([(p.outputs[name], t.outputs[name]) for p, t in plain[: len(orders)]]), FORWARD)
     largest = max((_largest(g) for g in truth.gradients.values()), default=0.0)
     for name, exact in truth.gradients.items():
         pairs = [(p.gradients[name], t.gradients[name]) for p, t in (plain if exact.numel() < FEW else plain[: len(orders)])]
-        hold(f"gradient of {name}", tested.gradients[name], exact, _errors(pairs), GRADIENT, largest)
+        hold(f"gradient of {name}", tested.gradients[name], exact, errors_of(pairs), GRADIENT, largest)
 
 
 def hold(name: str, tested: Tensor, exact: Tensor, measure: Tensor, factor: float, largest: float | None = None) -> None:
@@ -72,7 +72,7 @@ def hold(name: str, tested: Tensor, exact: Tensor, measure: Tensor, factor: floa
     __tracebackhide__ = True
     assert tested.shape == exact.shape, f"{name}: shape {tuple(tested.shape)}, not {tuple(exact.shape)}"
     assert_same_places(name, tested, exact)
-    error, truth = _errors([(tested, exact)]), exact[exact.isfinite()]
+    error, truth = errors_of([(tested, exact)]), exact[exact.isfinite()]
     if tested.dtype == torch.float64:
         room = LOOSER["float64"] * max(1.0, _largest(truth))
         assert _largest(error) <= room, f"{name}: error {_largest(error):.3g} where {room:.3g} is allowed"
@@ -91,7 +91,7 @@ def hold(name: str, tested: Tensor, exact: Tensor, measure: Tensor, factor: floa
         assert size(error) <= room, f"{name}: {what} error {size(error):.3g}, plain PyTorch's is {size(measure):.3g}, {room:.3g} is allowed"
 
 
-def _errors(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+def errors_of(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Of (found, exact) pairs, wherever both are finite."""
     return torch.cat([(found.double() - exact).abs()[found.isfinite() & exact.isfinite()] for found, exact in pairs])
 

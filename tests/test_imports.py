@@ -15,7 +15,8 @@ ROOT = Path(tilewise.__file__).parent
 # Each may import those before it, and itself. Inside a package imports are free.
 ORDER = [
     "errors", "_version", "lang", "masks", "scores", "tiles", "problem", "plan", "store", "engines", "dispatch", "calls", "packing", "attention",
-    "explanation", "building", "block_mask", "flex", "functional", "ragged", "__init__", "integrations", "demo", "doctor", "commands", "cli", "__main__",
+    "explanation", "building", "block_mask", "flex", "tensor_masks", "functional", "ragged", "interception", "watching",
+    "__init__", "integrations", "demo", "doctor", "commands", "cli", "__main__",
 ]  # fmt: skip
 
 # -- a fresh process -------------------------------------------------------------------------------------------------

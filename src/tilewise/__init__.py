@@ -1,5 +1,8 @@
 """tilewise: attention that you program in Python and that runs tile by tile, forward and backward, on a GPU or on none."""
 
+import importlib
+from typing import Any
+
 from tilewise import flex, functional, masks, scores
 from tilewise._version import __version__
 from tilewise.attention import attention
@@ -7,12 +10,21 @@ from tilewise.building import build_flex_attention_kernels, build_kernels
 from tilewise.dispatch import attention_backend
 from tilewise.errors import BackendError, InputError, TilewiseError, TraceError
 from tilewise.explanation import Explanation, backends, explain
+from tilewise.interception import intercept_sdpa
 from tilewise.ragged import varlen_attention
 from tilewise.store import kernel_root
 from tilewise.tiles import TileMap, tile_map
+from tilewise.watching import watch
 
 __all__ = [
     "BackendError", "Explanation", "InputError", "TileMap", "TilewiseError", "TraceError", "__version__",
     "attention", "attention_backend", "backends", "build_flex_attention_kernels", "build_kernels", "explain", "flex", "functional",
-    "kernel_root", "masks", "scores", "tile_map", "varlen_attention",
+    "intercept_sdpa", "kernel_root", "masks", "scores", "tile_map", "varlen_attention", "watch",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """tilewise.integrations is there without an import of its own, and costs nothing until it is used."""
+    if name == "integrations":
+        return importlib.import_module("tilewise.integrations")
+    raise AttributeError(f"module 'tilewise' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import calls, packing
-from tilewise.dispatch import Request, check_name, log, must_choose, requested_backend
+from tilewise.dispatch import Request, check_name, log, must_choose, observers, requested_backend, tell_observers
 from tilewise.engines import Output, arguments, engine_named, is_plain, run_directly
 from tilewise.engines.native import NativeEngine
 from tilewise.errors import BackendError, InputError
@@ -81,15 +81,16 @@ def run(
     seen = calls.sight(query, key, value, mask, score, options, name, needs_lse)
     known = None if seen is None else calls.find(seen)
     if seen is not None and known is not None:
-        problem, engine = calls.restored(known, seen, query, key, value, options), known.engine
-        log(known.choice, problem, known.mask_name)
+        problem, engine, choice, mask_name = calls.restored(known, seen, query, key, value, options), known.engine, known.choice, known.mask_name
     else:
         check_name(name, source)
         problem, mask_name = make_problem(query, key, value, mask, score, options)
         engine, choice = must_choose(problem, Request(name, source, needs_lse, options.seed is not None))
-        log(choice, problem, mask_name)
         if seen is not None and not (isinstance(engine, NativeEngine) and problem.mask is not None):  # contents of its tensors may have decided that
             calls.remember(seen, engine, problem, choice, mask_name)
+    log(choice, problem, mask_name)
+    if not torch.compiler.is_compiling() and observers:  # in this order: torch.compile puts no guard on the list
+        tell_observers(engine, problem, mask_name)
     if isinstance(engine, NativeEngine):
         return Output(engine.call(problem), *NOTHING)
     return run_directly(engine, problem) if seen is not None else operate(engine.name, problem)

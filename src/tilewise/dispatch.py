@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,6 +47,17 @@ class Request(NamedTuple):
 class Choice:
     engine: Engine | None
     verdicts: tuple[Verdict, ...]
+
+
+class Served(NamedTuple):
+    """One call and the engine it was given to."""
+
+    engine: str
+    problem: Problem
+    mask: str
+
+
+observers: list[Callable[[Served], None]] = []  # told of every call outside torch.compile, on the thread that makes it
 
 
 class _Scope(threading.local):
@@ -149,6 +160,11 @@ def must_choose(problem: Problem, request: Request) -> tuple[Engine, Choice]:
     if choice.engine is None:
         raise BackendError(refusal(choice, request, problem))
     return choice.engine, choice
+
+
+def tell_observers(engine: Engine, problem: Problem, mask_name: str) -> None:
+    for observer in tuple(observers):
+        observer(Served(engine.name, problem, mask_name))
 
 
 def refusal(choice: Choice, request: Request, problem: Problem) -> str:

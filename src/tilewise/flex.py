@@ -102,7 +102,7 @@ def flex_attention(
             raise InputError(f"flex_attention takes (batch, heads, sequence, head dim) tensors, got {found} for {name}; tilewise.attention takes others")
     wanted = AuxRequest(lse=return_lse) if return_aux is None else return_aux
     options = Options(scale=scale, enable_gqa=enable_gqa)
-    output = run(query, key, value, _mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores)
+    output = run(query, key, value, mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores)
     if return_lse:
         return output.out, output.lse
     if return_aux is None:
@@ -110,7 +110,7 @@ def flex_attention(
     return output.out, AuxOutput(output.lse if wanted.lse else None, output.highest if wanted.max_scores else None)
 
 
-def _mask_for(block_mask: Any, query: Tensor, key: Tensor) -> Any:
+def mask_for(block_mask: Any, query: Tensor, key: Tensor) -> Any:
     """A block mask as the tiles it stands for, if it fits the call; other masks as they are."""
     if not isinstance(block_mask, BlockMask) and not _is_torchs(block_mask):
         return block_mask

@@ -4,13 +4,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from tilewise import tensor_masks
 from tilewise.attention import attention
-from tilewise.dispatch import attention_backend
-from tilewise.errors import InputError
+from tilewise.dispatch import attention_backend, observers, requested_backend, tell_observers
+from tilewise.engines.native import NativeEngine
+from tilewise.errors import BackendError, InputError
 from tilewise.masks import causal, causal_lower_right
+from tilewise.problem import Options, make_problem
 
 # torch's kernels by what they are to a user; cuDNN and the memory-efficient kernel are reached through torch itself.
 BACKEND_OF = {
@@ -38,12 +42,51 @@ def scaled_dot_product_attention(
     """
     if query.dim() < 2 or {query.dim(), key.dim(), value.dim()} != {query.dim()}:
         raise InputError(f"query, key and value must have the same number of dimensions, at least 2, got {query.dim()}, {key.dim()} and {value.dim()}")
+    if not query.is_nested and not enable_gqa:
+        query, key, value = _broadcast(query, key, value)
     mask = _mask(attn_mask, query, key)
     if query.dim() == 4:
-        return attention(query, key, value, mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return attend(query, key, value, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     q, k, v = (_four_dimensional(t) for t in (query, key, value))
-    out = attention(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    out = attend(q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backend: str | None = None, **options: Any) -> Any:
+    """tilewise.attention with a mask that may be a 4-D tensor, which is then read once and remembered."""
+    if not isinstance(mask, Tensor) or query.is_nested:
+        return attention(query, key, value, mask=mask, backend=backend, **options)
+    if requested_backend(backend)[0] == "native":
+        return _natively(query, key, value, mask, **options)
+    reading = tensor_masks.read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+    if reading is None:
+        return attention(query, key, value, mask=mask, backend=backend, **options)
+    return attention(query, key, value, mask=reading.mask, score=reading.score, backend=backend, **options)
+
+
+def _natively(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's SDPA takes more mask tensors than the native engine can read back from a problem: it gets this one as it is."""
+    if return_lse:
+        raise BackendError("backend 'native' cannot serve this: SDPA does not return lse")
+    problem, _ = make_problem(query, key, value, None, None, Options(scale, dropout_p, enable_gqa=enable_gqa))
+    engine = NativeEngine()
+    if not torch.compiler.is_compiling() and observers:
+        tell_observers(engine, problem, f"tensor{list(mask.shape)}")
+    return engine.call_with(problem, mask if mask.dtype == torch.bool else mask.to(problem.dtype), is_causal)
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch and heads of size 1 stand for all of the others', as in torch's products."""
+    lead = [t.shape[:-2] for t in (query, key, value)]
+    if lead[0] == lead[1] == lead[2]:
+        return query, key, value
+    if any([size not in (1, max(sizes)) for sizes in zip(*lead, strict=True) for size in sizes]):
+        return query, key, value  # the error is told where all arguments are checked
+    common = [max(sizes) for sizes in zip(*lead, strict=True)]
+    return query.expand(*common, *query.shape[-2:]), key.expand(*common, *key.shape[-2:]), value.expand(*common, *value.shape[-2:])
 
 
 def _four_dimensional(t: Tensor) -> Tensor:

@@ -94,6 +94,12 @@ def test_gqa(dims: int, heads: tuple[int, int]) -> None:
     assert_like_torch(tensors((*lead, heads[0]), kv_lead=(*lead, heads[1])), is_causal=True, enable_gqa=True)
 
 
+@pytest.mark.parametrize("sizes", [((2, 4), (2, 1), (2, 1)), ((2, 4), (1, 4), (2, 4)), ((1, 1), (2, 4), (2, 4)), ((4,), (1,), (4,))], ids=str)
+def test_sizes_of_1_are_broadcast(sizes: tuple[tuple[int, ...], ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert_like_torch([torch.randn(*lead, 5, 8, generator=generator, dtype=torch.float64).requires_grad_() for lead in sizes])
+
+
 def test_positional_arguments_are_torchs() -> None:
     inputs = tensors((2, 4), kv_lead=(2, 2))
     mask = torch.rand(9, 13) < 0.9

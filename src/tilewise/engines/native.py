@@ -1,14 +1,23 @@
 """The native engine: torch's scaled_dot_product_attention, for what it can express. Also the way to cuDNN."""
 
+import threading
 from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tilewise.engines.base import Engine, Gradients, Output
 from tilewise.problem import Problem
 from tilewise.tiles import dense_capture
+
+SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, also where somebody replaced the name in torch.nn.functional
+
+
+class _OwnCall(threading.local):
+    running = False
+
+
+own_call = _OwnCall()  # whether SDPA is being called by tilewise itself: those who intercept or watch SDPA leave that call alone
 
 
 class NativeEngine(Engine):
@@ -33,10 +42,18 @@ class NativeEngine(Engine):
         return None
 
     def call(self, problem: Problem) -> Tensor:
-        return functional.scaled_dot_product_attention(
-            problem.query, problem.key, problem.value, attn_mask=self._dense(problem), dropout_p=problem.dropout_p,
-            is_causal=problem.is_causal_only, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads,
-        )  # fmt: skip
+        return self.call_with(problem, self._dense(problem), problem.is_causal_only)
+
+    def call_with(self, problem: Problem, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """SDPA with a mask as torch takes it, which the problem need not know of."""
+        own_call.running = not torch.compiler.is_compiling()
+        try:
+            return SDPA(
+                problem.query, problem.key, problem.value, attn_mask=mask, dropout_p=problem.dropout_p,
+                is_causal=is_causal, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads,
+            )  # fmt: skip
+        finally:
+            own_call.running = False
 
     @staticmethod
     def _dense(problem: Problem) -> Tensor | None:

@@ -1,0 +1,155 @@
+"""SimpleTuner: `"attention_mechanism": "tilewise"` in its config.json, and `"flex"` served by tilewise.
+
+    tilewise.integrations.simpletuner.register()      # before the trainer starts
+"""
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from tilewise.dispatch import Served, attention_backend, observers, requested_backend
+from tilewise.errors import BackendError
+from tilewise.functional import scaled_dot_product_attention
+from tilewise.integrations import diffusers
+
+NAME, FLEX = "tilewise", ("flex", "flex-attn")
+ELSEWHERE = ("diffusers", "native", "xformers", "sla", "kohaku-fa", "kohaku-fa-auto")  # names outside its table of diffusers' backends
+
+
+def register() -> None:
+    """Let SimpleTuner's `attention_mechanism` be `tilewise`, and let `flex` mean tilewise. unregister() undoes it.
+
+    Under both names the models that call torch's SDPA themselves (its Flux and SD3, every UNet) are served too, as long as the
+    trainer keeps the mechanism on. A name that SimpleTuner does not know is an error, where it would go on without a word.
+    """
+    backends = _attention_module()
+    controller = backends.AttentionBackendController
+    if isinstance(controller.__dict__["apply"], _Apply):
+        return
+    diffusers.register(replace_flex=True)
+    backends._DIFFUSERS_BACKEND_TARGETS[NAME] = NAME
+    backends._DIFFUSERS_BACKEND_ALIASES[NAME] = backends.AttentionBackendName(NAME)
+    _offer(NAME)
+    controller.apply = _Apply(controller.__dict__["apply"], backends)
+    controller.restore_default = _RestoreDefault(controller.__dict__["restore_default"])
+    _served.clear()
+    observers.append(_count)
+
+
+def served() -> dict[str, int]:
+    """How many attention calls each engine of tilewise has served since register(): nothing, where training never reached it."""
+    return dict(_served)
+
+
+_served: Counter[str] = Counter()
+
+
+def _count(call: Served) -> None:
+    _served[call.engine] += 1
+
+
+def unregister() -> None:
+    """Undo register(); a mechanism that is on is turned off."""
+    backends = _attention_module()
+    controller = backends.AttentionBackendController
+    if not isinstance(controller.__dict__["apply"], _Apply):
+        return
+    controller.restore_default()
+    observers.remove(_count)
+    controller.apply, controller.restore_default = controller.__dict__["apply"].original, controller.__dict__["restore_default"].original
+    for known in (backends._DIFFUSERS_BACKEND_TARGETS, backends._DIFFUSERS_BACKEND_ALIASES):
+        known.pop(NAME, None)
+    diffusers.unregister()
+
+
+def _attention_module() -> Any:
+    try:
+        from simpletuner.helpers.training import attention_backend
+    except ImportError as error:
+        raise BackendError(f"tilewise.integrations.simpletuner needs SimpleTuner with helpers/training/attention_backend.py: {error}") from error
+    return attention_backend
+
+
+def _offer(name: str) -> None:
+    """The command line and the web page check names against this list. It needs all of SimpleTuner's packages, as the trainer does."""
+    try:
+        from simpletuner.simpletuner_sdk.server.services.field_registry.registry import field_registry
+    except ImportError:
+        return
+    choices = field_registry.get_field("attention_mechanism").choices
+    if not any(choice["value"] == name for choice in choices):
+        choices.append({"value": name, "label": name})
+
+
+# -- the controller ----------------------------------------------------------------------------------------------------
+
+
+class _Apply:
+    """Stands in for AttentionBackendController.apply(config, phase)."""
+
+    def __init__(self, original: Any, backends: Any) -> None:
+        self.original, self.backends = original, backends
+
+    def __get__(self, _: Any, controller: Any) -> Any:
+        def apply(config: Any, phase: Any) -> None:
+            asked = getattr(config, "attention_mechanism", None)
+            name = asked.strip().lower().replace("_", "-") if isinstance(asked, str) else ""
+            if name:
+                _check_name(name, asked, self.backends)
+            _give_sdpa_back()
+            self.original.__get__(None, controller)(config, phase)
+            if name in (NAME, *FLEX):
+                _serve_sdpa(_sdpa if name == NAME else _flex_sdpa)
+
+        return apply
+
+
+class _RestoreDefault:
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __get__(self, _: Any, controller: Any) -> Any:
+        def restore_default() -> None:
+            _give_sdpa_back()
+            self.original.__get__(None, controller)()
+
+        return restore_default
+
+
+def _check_name(name: str, asked: Any, backends: Any) -> None:
+    known = {*(key.replace("_", "-") for key in backends._DIFFUSERS_BACKEND_TARGETS), *getattr(backends, "_METAL_FLASH_ATTENTION_ALIASES", ()), *ELSEWHERE}
+    if name not in known and not backends.AttentionBackendController._is_sageattention_backend(name):
+        raise BackendError(f"unknown attention_mechanism {asked!r}; allowed are {', '.join(sorted(known))}, and the sageattention names")
+
+
+# -- models that call SDPA themselves ------------------------------------------------------------------------------------
+# The trainer has no model to route, and computes activations again in the backward, where no scope reaches: as SimpleTuner does for
+# its other mechanisms, the function itself is replaced while the mechanism is on, and put back when it is turned off.
+
+_before: list[Any] = []
+
+
+def _serve_sdpa(function: Any) -> None:
+    _before.append(functional.scaled_dot_product_attention)
+    functional.scaled_dot_product_attention = function
+
+
+def _give_sdpa_back() -> None:
+    while _before:
+        functional.scaled_dot_product_attention = _before.pop()
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _flex_sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    if requested_backend(None)[1] != "the default":
+        return _sdpa(*args, **kwargs)
+    with attention_backend("flex"):
+        return _sdpa(*args, **kwargs)

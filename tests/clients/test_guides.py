@@ -1,0 +1,37 @@
+"""The guides, tried to the letter: their Python runs as it stands, and prints what they say."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.compare import engine_of
+from tilewise.integrations import diffusers, transformers
+
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDES = [*sorted((DOCS / "clients").glob("*.md")), DOCS / "troubleshooting.md"]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def words(text: str) -> list[str]:
+    """Which engine `flex` means depends on the machine; the guides show the one that runs anywhere."""
+    return re.findall(r"\w+|[^\w\s]", re.sub(rf"\b{engine_of('flex')}\b", "blocked", text))
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_guide(path: Path) -> None:
+    names: dict[str, Any] = {}
+    blocks = BLOCK.findall(path.read_text())
+    for k, (language, code) in enumerate(blocks):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, f"{path.name}, block {k}", "exec"), names)
+        if k + 1 < len(blocks) and blocks[k + 1][0] == "text":
+            assert words(printed.getvalue()) == words(blocks[k + 1][1])
+    diffusers.unregister()
+    transformers.unregister()

@@ -1,0 +1,128 @@
+"""What mask tensors are read as, and that no reading is ever stale."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tests.clients.compare import normal
+from tilewise import plan, tensor_masks
+from tilewise.functional import scaled_dot_product_attention
+from tilewise.tensor_masks import read
+
+B, H, Q, K = 2, 3, 5, 7
+SIZES = (B, H, Q, K)
+KEEP = torch.arange(K) < torch.tensor([[K], [4]])
+
+
+def name_of(mask: Tensor) -> str | None:
+    reading = read(mask, SIZES)
+    assert reading is not None
+    return (reading.mask.name if reading.mask is not None else "none") + (" + bias" if reading.score is not None else "")
+
+
+READINGS = {
+    "all true": (torch.ones(B, 1, 1, K, dtype=torch.bool), "none"),
+    "all 0": (torch.zeros(B, H, Q, K), "none"),
+    "key padding": (KEEP[:, None, None], "padding"),
+    "key padding by head": (KEEP[:, None, None].repeat(1, H, 1, 1), "padding"),
+    "key padding, expanded": (KEEP[:, None, None].expand(SIZES), "padding"),
+    "key padding for all": (KEEP[1:2, None, None], "padding"),
+    "-10000": (torch.where(KEEP, 0.0, -10000.0)[:, None, None], "padding"),
+    "-10000 in bfloat16": (torch.where(KEEP, 0.0, -10000.0).bfloat16()[:, None, None], "padding"),
+    "finfo.min": (torch.where(KEEP, 0.0, torch.finfo(torch.float16).min).half()[:, None, None], "padding"),
+    "-inf": (torch.where(KEEP, 0.0, -torch.inf)[:, None, None], "padding"),
+    "left padding": (KEEP.flip(-1)[:, None, None], "key_padding(2, 1, 1, 7)"),
+    "causal": (torch.ones(Q, K, dtype=torch.bool).tril(), "tensor(1, 1, 5, 7)"),
+    "padding of queries and keys": (KEEP[:, None, :Q, None] & KEEP[:, None, None], "token_padding(2, 1, 5, 7)"),
+    "0 and 1, added": (KEEP.float()[:, None, None], "none + bias"),
+    "a bias": (normal(H, Q, K, seed=0, dtype=torch.float32), "none + bias"),
+    "a bias and -inf": (torch.where(KEEP, 0.5, -torch.inf)[:, None, None], "padding + bias"),
+    "a row of -10000 only": (torch.where(torch.arange(Q)[:, None] > 0, 0.0, -10000.0).expand(Q, K), "none + bias"),
+    "-5000": (torch.where(KEEP, 0.0, -5000.0)[:, None, None], "none + bias"),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_what_a_tensor_says(name: str) -> None:
+    mask, expected = READINGS[name]
+    assert name_of(mask) == expected
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_it_means_the_same_as_the_tensor(name: str) -> None:
+    mask, _ = READINGS[name]
+    q, k, v = (normal(B, H, n, 4, seed=s, dtype=torch.float64) for s, n in enumerate((Q, K, K)))
+    added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+    scores = q @ k.mT / 2 + added.double()
+    expected = torch.softmax(scores, -1).nan_to_num() @ v  # a row with nothing to attend gives 0
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), expected)
+
+
+def test_read_once_however_many_views_are_made() -> None:
+    keep = KEEP.clone()
+    before, maps = tensor_masks._readings.looked, plan.maps.built
+    q = normal(B, H, Q, 4, seed=0, dtype=torch.float32)
+    k = normal(B, H, K, 4, seed=1, dtype=torch.float32)
+    for _ in range(5):
+        scaled_dot_product_attention(q, k, k, keep[:, None, None, :])
+    assert (tensor_masks._readings.looked - before, plan.maps.built - maps) == (1, 1)
+
+
+def test_never_stale() -> None:
+    q, k = normal(B, H, Q, 4, seed=0, dtype=torch.float32), normal(B, H, K, 4, seed=1, dtype=torch.float32)
+
+    def same(mask: Tensor) -> None:
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask)
+        torch.testing.assert_close(scaled_dot_product_attention(q, k, k, mask), expected, rtol=1e-5, atol=1e-6)
+
+    keep = KEEP.clone()
+    view = keep[:, None, None, :]
+    same(view)
+    keep[0, 5:] = False  # in place, through the base
+    same(view)
+    view[1, 0, 0, 2] = False  # in place, through the view
+    same(view)
+    keep.data = ~KEEP  # another memory
+    same(keep[:, None, None, :])
+    for seed in range(20):  # new tensors that may get the same place and the same id
+        fresh = normal(B, 1, 1, K, seed=seed, dtype=torch.float32) > -0.5
+        fresh[..., 0] = True
+        same(fresh)
+        del fresh
+    with torch.inference_mode():
+        inference = KEEP.clone()[:, None, None, :]
+        same(inference)
+        inference[0, 0, 0, 3] = False
+        same(inference)
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    mask = (torch.where(KEEP, 0.5, -torch.inf))[:, None, None].clone()
+    assert name_of(mask) == "padding + bias"
+    alive = weakref.ref(mask)
+    gc.collect()
+    kept = len(tensor_masks._readings._kept)
+    del mask
+    gc.collect()
+    assert alive() is None and len(tensor_masks._readings._kept) == kept - 1
+
+
+def test_a_learned_mask_gets_its_gradient() -> None:
+    q, k = normal(B, H, Q, 4, seed=0, dtype=torch.float64), normal(B, H, K, 4, seed=1, dtype=torch.float64)
+    grads = []
+    for sdpa in (torch.nn.functional.scaled_dot_product_attention, scaled_dot_product_attention):
+        bias = normal(1, H, Q, K, seed=2, dtype=torch.float64).requires_grad_()
+        sdpa(q, k, k, bias).square().sum().backward()
+        grads.append(bias.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_what_is_no_mask_is_refused() -> None:
+    with pytest.raises(tw.InputError, match=r"boolean .* or floating point .* got torch.int64"):
+        read(torch.ones(B, 1, 1, K, dtype=torch.int64), SIZES)
+    with pytest.raises(tw.InputError, match=r"shape \(4, 7\) does not broadcast to .* \(2, 3, 5, 7\)"):
+        read(torch.ones(4, K, dtype=torch.bool), SIZES)
