@@ -1,0 +1,48 @@
+"""The C++ engine: kernels for the processor it runs on, compiled when first needed, with masks and scores as generated functions."""
+
+import torch
+from torch import Tensor
+
+from tilewise import store
+from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.problem import Problem
+
+
+class CppEngine(Engine):
+    name = "cpp"
+    summary = "generated C++, vectorised and threaded, forward and backward, on CPUs with a C++ compiler"
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.device.type != "cpu":
+            return f"it runs on CPUs, got tensors on {problem.device}"
+        return missing()
+
+    def forward(self, problem: Problem) -> Output:
+        from tilewise.engines.cpp import run
+
+        return run.forward(problem)
+
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        from tilewise.engines.cpp import run
+
+        return run.backward(problem, output, grad_out, grad_lse, wanted)
+
+
+_missing: list[str | None] = []
+
+
+@torch.compiler.assume_constant_result
+def missing() -> str | None:
+    """Why C++ cannot be compiled here, or None; found out once, by building the smallest part, which every kernel needs."""
+    if not _missing:
+        from tilewise.engines.cpp.compiler import CompilerError
+        from tilewise.engines.cpp.libraries import library_of
+        from tilewise.engines.cpp.run import POOL
+
+        try:
+            library_of(POOL)
+            _missing.append(None)
+        except CompilerError as error:
+            store.warn_once(f"{error}; until then CPUs are served by tiles of plain torch operations, which is slower")
+            _missing.append(str(error))
+    return _missing[0]

@@ -1,0 +1,225 @@
+// The backward pass, from lse (P = exp(S - lse), delta = dO . O - dlse):
+//
+//     dV += dropout(P)^T dO     dS = P (dropout(dO V^T) - delta)     dscore = dS * score'     dQ += scale dscore K     dK += scale dscore^T Q
+//
+// One thread takes a stretch of keys of one (batch, kv head) over all its queries: five products for each tile, and nothing is computed twice. Its share
+// of dQ goes to its own sum; the sums are added in order at the end, so that the result does not depend on who computed what when.
+#include "tiles.h"
+
+typedef computed<ELEMENT>::type real;
+typedef void (*Slope)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, const real* raw, const real* final, real* ds,
+                      double* const* gradients);
+
+namespace {
+
+constexpr i64 W = WIDTH<real>;
+
+// -- before: queries and gradients of the output, laid out for the products; delta -------------------------------------
+
+struct Block {  // LANES queries of one (batch, head)
+    i64 b, h, first, count;
+};
+
+i64 query_tile(const Backward& f) { return f.problem.walk.other_tile; }
+
+Block block_of(const Backward& f, i64 b, i64 h, i64 block) {
+    const i64 tile = query_tile(f), row = block / f.blocks_per_tile, first = row * tile + block % f.blocks_per_tile * LANES;
+    const i64 end = at_most((row + 1) * tile, f.problem.n_q);
+    return {b, h, first, at_most(LANES, end - first)};
+}
+
+void prepare_block(void* context, i64 item) {
+    const Backward& f = *(const Backward*)context;
+    const Problem& p = f.problem;
+    const i64 bh = item / f.blocks;
+    const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
+    if (k.count <= 0) return;
+    const ELEMENT* q = place<ELEMENT>(p.query, k.b, k.h, k.first);
+    const ELEMENT* dout = place<ELEMENT>(f.grad_out, k.b, k.h, k.first);
+    transpose_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_lanes + item * p.d * LANES);
+    transpose_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_lanes + item * p.dv * LANES);
+    if (f.q_rows) widen_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_rows + item * LANES * padded(p.d, W), padded(p.d, W));
+    if (f.do_rows) widen_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_rows + item * LANES * padded(p.dv, W), padded(p.dv, W));
+    const ELEMENT* out = place<ELEMENT>(f.out, k.b, k.h, k.first);
+    real* delta = (real*)f.delta + bh * p.n_q + k.first;
+    const real* dlse = f.grad_lse ? (const real*)f.grad_lse + bh * p.n_q + k.first : nullptr;
+    for (i64 l = 0; l < k.count; l++) {
+        real sum = 0;
+        for (i64 d = 0; d < p.dv; d++)
+            sum += widen(out[l * f.out.stride[2] + d * f.out.stride[3]]) * widen(dout[l * f.grad_out.stride[2] + d * f.grad_out.stride[3]]);
+        delta[l] = dlse ? sum - dlse[l] : sum;
+    }
+}
+
+// -- one tile ----------------------------------------------------------------------------------------------------------
+
+struct KeyTile {
+    real *keys, *values;  // [KEYS][d], [KEYS][dv] where they have to be copied
+    real *dk, *dv;        // [KEYS][padded d], [KEYS][padded dv]
+    real *raw, *final;    // [KEYS][LANES] scores before and after score and mask; the same where there is no score
+    real *weight, *ds;    // [KEYS][LANES]
+    uint8_t* kept;
+    Rows<real> k, v;
+    bool finite;  // all keys and values are
+};
+
+KeyTile make_tile(const Problem& p) {
+    const i64 dp = padded(p.d, W), dvp = padded(p.dv, W);
+    scratch.reserve((size_t)(KEYS * 2 * (dp + dvp) + 4 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 16 * 64);
+    KeyTile t;
+    t.keys = scratch.take<real>(KEYS * p.d);
+    t.values = scratch.take<real>(KEYS * p.dv);
+    t.dk = scratch.take<real>(KEYS * dp);
+    t.dv = scratch.take<real>(KEYS * dvp);
+    t.raw = scratch.take<real>(KEYS * LANES);
+    t.final = p.score.by_query ? scratch.take<real>(KEYS * LANES) : t.raw;
+    t.weight = scratch.take<real>(KEYS * LANES);
+    t.ds = scratch.take<real>(KEYS * LANES);
+    t.kept = scratch.take<uint8_t>(KEYS * LANES);
+    return t;
+}
+
+// weight = P, ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
+void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything) {
+    const Problem& p = f.problem;
+    const i64 at = (k.b * p.heads + k.h) * p.n_q + k.first;
+    real lse[LANES], delta[LANES];
+    for (i64 l = 0; l < LANES; l++) {
+        const real there = l < k.count ? ((const real*)f.lse)[at + l] : -INFINITE<real>;
+        lse[l] = there == -INFINITE<real> ? INFINITE<real> : there;  // exp(s - inf) = 0: a row that attends to nothing
+        delta[l] = l < k.count ? ((const real*)f.delta)[at + l] : 0;
+    }
+    if (p.threshold) keep_tile(p, k.b, k.h, k.first, kv0, n, t.kept);
+    const real scale = (real)p.keep_scale;
+    for (i64 j = 0; j < n; j++) {
+        real *s = t.final + j * LANES, *weight = t.weight + j * LANES, *ds = t.ds + j * LANES;
+        const uint8_t* kept = t.kept + j * LANES;
+        if (p.threshold)
+            for (i64 l = 0; l < LANES; l++) ds[l] = kept[l] ? ds[l] * scale : 0;
+        for (i64 x = 0; x < LANES; x += W) {
+            const vec<real> score = load(s + x);
+            vec<real> w = exponential(score - load(lse + x));
+            vec<real> g = w * (load(ds + x) - load(delta + x));
+            if (!everything) {
+                w = score == -INFINITE<real> ? vec<real>{} : w;
+                g = score == -INFINITE<real> ? vec<real>{} : g;
+            }
+            store(weight + x, w);
+            store(ds + x, g);
+        }
+        if (p.threshold)
+            for (i64 l = 0; l < LANES; l++) weight[l] = kept[l] ? weight[l] * scale : 0;
+    }
+}
+
+// One tile of keys against one block of queries.
+void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i64 kv0, i64 n, bool masked, double* const* gradients) {
+    const Problem& p = f.problem;
+    const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, W), dvp = padded(p.dv, W), last = k.first + k.count - 1;
+    const Rows<real> q = f.q_rows ? Rows<real>{(const real*)f.q_rows + item * LANES * dp, dp} : Rows<real>{(const real*)place<ELEMENT>(p.query, k.b, k.h, k.first), p.query.stride[2]};
+    const Rows<real> dout = f.do_rows ? Rows<real>{(const real*)f.do_rows + item * LANES * dvp, dvp} : Rows<real>{(const real*)place<ELEMENT>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2]};
+    const bool scored = p.score.by_query != nullptr;
+
+    product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
+    if (scored) {
+        std::memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
+        apply(p.score.by_query, p.score, k.b, k.h, kv0, n, k.first, last, t.final);
+    }
+    if (masked) apply(p.mask.by_query, p.mask, k.b, k.h, kv0, n, k.first, last, t.final);
+    if (k.count < LANES && scored)
+        for (i64 j = 0; j < n; j++)
+            for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
+    product<real>(t.v.data, t.v.stride, 1, (const real*)f.do_lanes + item * p.dv * LANES, LANES, t.ds, LANES, n, LANES, p.dv, 1, false);
+    const bool selective = masked || scored;
+    weights_and_slopes(f, t, k, kv0, n, !selective);
+    if (scored) ((Slope)f.slope)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
+
+    real* dq = (real*)f.dq_lanes + (chunk * p.batch * p.heads * f.blocks + item) * p.d * LANES;
+    if (selective && !(t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) {
+        careful_product<real>(t.weight, t.final, LANES, 1, dout, t.dv, dvp, 1, n, p.dv, k.count, 1);
+        careful_product<real>(t.ds, t.final, LANES, 1, q, t.dk, dp, 1, n, p.d, k.count, (real)p.scale);
+        careful_product<real>(t.ds, t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n, (real)p.scale);
+        return;
+    }
+    product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
+    product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, (real)p.scale, true);
+    product<real>(t.k.data, 1, t.k.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, (real)p.scale, true);
+}
+
+// -- one stretch of keys -----------------------------------------------------------------------------------------------
+
+void tile_of_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 row, i64 kv0, i64 n, i64 chunk, double* const* gradients) {
+    const Problem& p = f.problem;
+    const Walk& w = p.walk;
+    const i64 ratio = p.heads / p.kv_heads, dp = padded(p.d, W), dvp = padded(p.dv, W);
+    t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
+    t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
+    t.finite = all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);
+    std::memset(t.dk, 0, (size_t)(KEYS * dp) * sizeof(real));
+    std::memset(t.dv, 0, (size_t)(KEYS * dvp) * sizeof(real));
+    for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++) {
+        const i64 map_row = b * w.stride_batch + h * w.stride_head + row;
+        for (int masked = 0; masked < 2; masked++) {
+            const Runs& runs = masked ? w.partial : w.full;
+            const i64 first_run = runs.offsets ? runs.offsets[map_row] : 0, last_run = runs.offsets ? runs.offsets[map_row + 1] : !masked;
+            for (i64 r = first_run; r < last_run; r++) {
+                const i64 first = runs.offsets ? runs.start[r] * f.blocks_per_tile : 0;
+                const i64 last = runs.offsets ? at_most((runs.start[r] + runs.count[r]) * f.blocks_per_tile, f.blocks) : f.blocks;
+                for (i64 block = first; block < last; block++) {
+                    const Block k = block_of(f, b, h, block);
+                    if (k.count > 0) meet(f, t, k, block, chunk, kv0, n, masked && p.mask.by_query, gradients);
+                }
+            }
+        }
+    }
+    for (i64 j = 0; j < n; j++) {
+        const i64 at = (b * p.kv_heads + hk) * p.n_kv + kv0 + j;
+        for (i64 d = 0; d < p.d; d++) narrow(t.dk[j * dp + d], ((ELEMENT*)f.dk)[at * p.d + d]);
+        for (i64 d = 0; d < p.dv; d++) narrow(t.dv[j * dvp + d], ((ELEMENT*)f.dv)[at * p.dv + d]);
+    }
+}
+
+void stretch_of_keys(const Backward& f, i64 item, double* const* gradients) {
+    const Problem& p = f.problem;
+    const Walk& w = p.walk;
+    const i64 hk = item % p.kv_heads, b = item / p.kv_heads % p.batch, chunk = item / p.kv_heads / p.batch;
+    KeyTile t = make_tile(p);
+    for (i64 row = w.rows * chunk / f.chunks; row < w.rows * (chunk + 1) / f.chunks; row++) {
+        const i64 end = at_most((row + 1) * w.tile, p.n_kv);
+        for (i64 kv0 = row * w.tile; kv0 < end; kv0 += KEYS) tile_of_keys(f, t, b, hk, row, kv0, at_most(KEYS, end - kv0), chunk, gradients);
+    }
+}
+
+void group_of_stretches(void* context, i64 group) {
+    const Backward& f = *(const Backward*)context;
+    double* const* gradients = f.gradients + group * f.captures;
+    if (f.group_offsets == nullptr) return stretch_of_keys(f, group, nullptr);
+    for (i64 k = f.group_offsets[group]; k < f.group_offsets[group + 1]; k++) stretch_of_keys(f, f.group_items[k], gradients);
+}
+
+// -- after: dQ from its shares -----------------------------------------------------------------------------------------
+
+void finish_block(void* context, i64 item) {
+    const Backward& f = *(const Backward*)context;
+    const Problem& p = f.problem;
+    const i64 bh = item / f.blocks, size = p.d * LANES, step = p.batch * p.heads * f.blocks * size;
+    const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
+    if (k.count <= 0) return;
+    real* sum = (real*)f.dq_lanes + item * size;
+    for (i64 chunk = 1; chunk < f.chunks; chunk++)
+        for (i64 x = 0; x < size; x++) sum[x] += sum[chunk * step + x];
+    real one[LANES];
+    for (i64 l = 0; l < LANES; l++) one[l] = 1;
+    store_transposed(sum, one, (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d, p.d, 1, k.count, p.d);
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void tilewise_backward(const Backward* f) {
+    const Problem& p = f->problem;
+    const bool little = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK;
+    const i64 threads = little ? 1 : p.threads;
+    p.run(prepare_block, (void*)f, p.batch * p.heads * f->blocks, threads);
+    p.run(group_of_stretches, (void*)f, f->groups, threads);
+    p.run(finish_block, (void*)f, p.batch * p.heads * f->blocks, threads);
+}

@@ -1,0 +1,146 @@
+// Decoding: a few queries over many keys. Vectors lie along the features, so that nothing is transposed; the keys are cut into parts,
+// each computed on its own, and the parts are put together in their order.
+#pragma once
+#include "tiles.h"
+
+// How a row ends, from its highest score and sum of weights (relative to it).
+template <typename T> struct Ending {
+    T factor;  // what the weighted values are multiplied by
+    T lse;
+};
+
+template <typename T> Ending<T> ending(T high, T total, const T* sink, T keep_scale) {
+    const T ceiling = sink && *sink > high ? *sink : high;
+    const T base = ceiling == -INFINITE<T> ? 0 : ceiling;
+    const T decay = std::exp(high - base);
+    total *= decay;
+    if (sink) total += std::exp(*sink - base);
+    if (total == 0) return {0, -INFINITE<T>};
+    return {decay * keep_scale / total, base + std::log(total)};
+}
+
+template <typename T> INLINE T sum_of(vec<T> v) {
+    T sum = 0;
+    for (int l = 0; l < WIDTH<T>; l++) sum += v[l];
+    return sum;
+}
+
+// One part of the keys for the rows (query heads of one key head, times queries): acc, highest score and sum of weights.
+template <typename E> void decode_part(void* context, i64 item) {
+    typedef typename computed<E>::type T;
+    const Forward& f = *(const Forward*)context;
+    const Problem& p = f.problem;
+    const i64 split = item % f.splits, hk = item / f.splits % p.kv_heads, b = item / f.splits / p.kv_heads;
+    const i64 ratio = p.heads / p.kv_heads, rows = ratio * p.n_q, per_split = padded((p.n_kv + f.splits - 1) / f.splits, KEYS);
+    const i64 dp = padded(p.d, WIDTH<T>), dvp = padded(p.dv, WIDTH<T>);
+    scratch.reserve((size_t)(rows * (dp + dvp + 2) + KEYS * (dp + dvp) + 2 * KEYS) * sizeof(T) + 16 * 64 + LANES * KEYS);
+    T* query = scratch.take<T>(rows * dp);
+    T* acc = scratch.take<T>(rows * dvp);
+    T* high = scratch.take<T>(rows);
+    T* total = scratch.take<T>(rows);
+    T* keys = scratch.take<T>(KEYS * dp);
+    T* values = scratch.take<T>(KEYS * dvp);
+    T* s = scratch.take<T>(KEYS);
+    T* final = scratch.take<T>(KEYS);
+    uint8_t* kept = scratch.take<uint8_t>(LANES * KEYS);
+    for (i64 r = 0; r < rows; r++) {
+        widen_rows(place<E>(p.query, b, hk * ratio + r / p.n_q, r % p.n_q), 0, p.query.stride[3], 1, p.d, query + r * dp, dp);
+        high[r] = -INFINITE<T>, total[r] = 0;
+    }
+    std::memset(acc, 0, (size_t)(rows * dvp) * sizeof(T));
+    const i64 end = at_most((split + 1) * per_split, p.n_kv);
+    for (i64 kv0 = split * per_split; kv0 < end; kv0 += KEYS) {
+        const i64 n = at_most(KEYS, end - kv0);
+        const Rows<T> k = rows_of<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
+        const Rows<T> v = rows_of<E>(p.value, b, hk, kv0, n, p.dv, values, dvp);
+        const bool careful = (p.mask.by_key || p.score.by_key) && !all_finite(v, n, p.dv);
+        for (i64 r = 0; r < rows; r++) {
+            const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
+            for (i64 j = 0; j < KEYS; j++) {
+                if (j >= n) {
+                    s[j] = -INFINITE<T>;
+                    continue;
+                }
+                vec<T> sum{}, other{};
+                i64 d = 0;
+                for (; d + 2 * WIDTH<T> <= dp; d += 2 * WIDTH<T>) {
+                    sum = multiply_add(load(query + r * dp + d), load(k.data + j * k.stride + d), sum);
+                    other = multiply_add(load(query + r * dp + d + WIDTH<T>), load(k.data + j * k.stride + d + WIDTH<T>), other);
+                }
+                for (; d < dp; d += WIDTH<T>) sum = multiply_add(load(query + r * dp + d), load(k.data + j * k.stride + d), sum);
+                s[j] = (T)p.scale * sum_of<T>(sum + other);
+            }
+            if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
+            if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
+            for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;
+            if (careful) std::memcpy(final, s, KEYS * sizeof(T));
+            T top = high[r];
+            for (i64 j = 0; j < n; j++) top = s[j] > top ? s[j] : top;
+            const T base = top == -INFINITE<T> ? 0 : top;
+            vec<T> sum{};
+            for (i64 j = 0; j < KEYS; j += WIDTH<T>) {
+                const vec<T> weight = exponential(load(s + j) - base);
+                store(s + j, weight);
+                sum += weight;
+            }
+            const T decay = std::exp(high[r] - base);
+            total[r] = total[r] * decay + sum_of<T>(sum);
+            high[r] = top;
+            if (p.threshold) {
+                keep_tile(p, b, h, q, kv0, n, kept);
+                for (i64 j = 0; j < n; j++) s[j] = kept[j * LANES] ? s[j] : 0;
+            }
+            T* row = acc + r * dvp;
+            if (decay != 1)
+                for (i64 d = 0; d < dvp; d++) row[d] *= decay;
+            if (careful)
+                careful_product<T>(s, final, 0, 1, v, row, 0, 1, 1, p.dv, n, 1);
+            else
+                product<T>(s, 0, 1, v.data, v.stride, row, 0, 1, dvp, n, 1, true);
+        }
+    }
+    T* part = (T*)f.parts + item * rows * (p.dv + 2);
+    for (i64 r = 0; r < rows; r++, part += p.dv + 2) {
+        std::memcpy(part, acc + r * dvp, (size_t)p.dv * sizeof(T));
+        part[p.dv] = high[r];
+        part[p.dv + 1] = total[r];
+    }
+}
+
+template <typename E> void combine_parts(void* context, i64 item) {
+    typedef typename computed<E>::type T;
+    const Forward& f = *(const Forward*)context;
+    const Problem& p = f.problem;
+    const i64 hk = item % p.kv_heads, b = item / p.kv_heads, ratio = p.heads / p.kv_heads, rows = ratio * p.n_q, size = p.dv + 2;
+    const T* parts = (const T*)f.parts + item * f.splits * rows * size;
+    T sums[512];
+    for (i64 r = 0; r < rows; r++) {
+        const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q, at = (b * p.heads + h) * p.n_q + q;
+        T high = -INFINITE<T>, total = 0;
+        for (i64 k = 0; k < f.splits; k++) {
+            const T there = parts[(k * rows + r) * size + p.dv];
+            high = there > high ? there : high;
+        }
+        const T base = high == -INFINITE<T> ? 0 : high;
+        for (i64 d = 0; d < p.dv; d++) sums[d] = 0;
+        for (i64 k = 0; k < f.splits; k++) {
+            const T* part = parts + (k * rows + r) * size;
+            const T weight = std::exp(part[p.dv] - base);
+            if (part[p.dv] == -INFINITE<T> && part[p.dv + 1] == 0) continue;  // attended to nothing
+            total += part[p.dv + 1] * weight;
+            for (i64 d = 0; d < p.dv; d++) sums[d] += part[d] * weight;
+        }
+        const Ending<T> end = ending<T>(high, total, p.sinks ? (const T*)p.sinks + h : nullptr, (T)p.keep_scale);
+        ((T*)f.lse)[at] = end.lse;
+        ((T*)f.highest)[at] = high;
+        E* out = (E*)place<E>(f.out, b, h, q);
+        for (i64 d = 0; d < p.dv; d++) narrow(sums[d] * end.factor, out[d * f.out.stride[3]]);
+    }
+}
+
+template <typename E> void decode(const Forward& f) {
+    const Problem& p = f.problem;
+    const i64 threads = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK ? 1 : p.threads;
+    p.run(decode_part<E>, (void*)&f, p.batch * p.kv_heads * f.splits, threads);
+    p.run(combine_parts<E>, (void*)&f, p.batch * p.kv_heads, 1);
+}

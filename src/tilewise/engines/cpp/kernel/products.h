@@ -1,0 +1,47 @@
+// Products of small matrices, held in registers block by block.
+#pragma once
+#include "vectors.h"
+
+// C[i][x] = alpha * sum over k of A[i * a_row + k * a_step] * B[k * b_row + x]  (+ C[i][x] if `add`)
+// for R rows i and X vectors of columns x.
+template <typename T, int R, int X>
+__attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, const T* b, i64 b_row, T* c, i64 c_row, i64 n_k, T alpha, bool add) {
+    vec<T> sum[R][X] = {};
+    for (i64 k = 0; k < n_k; k++, a += a_step, b += b_row) {
+        vec<T> column[X];
+#pragma GCC unroll 8
+        for (int x = 0; x < X; x++) column[x] = load(b + x * WIDTH<T>);
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            const vec<T> one = spread(a[i * a_row]);
+#pragma GCC unroll 8
+            for (int x = 0; x < X; x++) sum[i][x] = multiply_add(one, column[x], sum[i][x]);
+        }
+    }
+    const vec<T> factor = spread(alpha);
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int x = 0; x < X; x++) {
+            T* place = c + i * c_row + x * WIDTH<T>;
+            store(place, add ? multiply_add(factor, sum[i][x], load(place)) : factor * sum[i][x]);
+        }
+}
+
+template <typename T, int X>
+void product_columns(const T* a, i64 a_row, i64 a_step, const T* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
+    i64 i = 0;
+    for (; i + BLOCK_ROWS <= n_rows; i += BLOCK_ROWS) product_block<T, BLOCK_ROWS, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+    for (; i + 4 <= n_rows; i += 4) product_block<T, 4, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+    for (; i + 2 <= n_rows; i += 2) product_block<T, 2, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+    for (; i < n_rows; i++) product_block<T, 1, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+}
+
+// The same for n_columns columns, a multiple of the vector's width.
+template <typename T>
+void product(const T* a, i64 a_row, i64 a_step, const T* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
+    constexpr int wide = BLOCK_VECTORS * WIDTH<T>;
+    i64 x = 0;
+    for (; x + wide <= n_columns; x += wide) product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
+    for (; x < n_columns; x += WIDTH<T>) product_columns<T, 1>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
+}
