@@ -13,11 +13,10 @@ SECONDS = 120
 INSTALL = "install one, such as g++ (apt install g++; dnf install gcc-c++; xcode-select --install)"
 KERNELS = Path(__file__).parent / "kernel"
 
-# No contraction: a program computes what torch computes, and products ask for fused operations themselves. NaN and Inf keep their meaning.
-FLAGS = (
-    "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd",
-    "-fPIC", "-shared", "-fvisibility=hidden", "-pthread",
-)  # fmt: skip
+# NaN and Inf keep their meaning everywhere. Kernels may fuse a product and a sum; a program computes what torch computes, one rounding at a time.
+FLAGS = ("-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+FOR_KERNELS = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-ffp-contract=fast")
+FOR_PROGRAMS = ("-O3", "-ffp-contract=off")
 
 
 class CompilerError(Exception):
@@ -65,7 +64,7 @@ def flags() -> tuple[str, ...]:
     return (*FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
 
 
-def compiled(source: str, extra: tuple[str, ...] = ()) -> bytes:
+def compiled(source: str, extra: tuple[str, ...]) -> bytes:
     """A shared library from C++ source, which may include the kernel's files."""
     path = find()
     if path is None:

@@ -31,10 +31,10 @@ TEXT = {
     "minimum": "lesser({0}, {1})", "maximum": "greater({0}, {1})", "clamp_min": "greater({0}, {1})", "clamp_max": "lesser({0}, {1})",
     "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "shl": "shift_left({0}, {1})", "shr": "shift_right({0}, {1})",
-    "floor": "std::floor({0})", "ceil": "std::ceil({0})", "round": "rounded({0})", "trunc": "std::trunc({0})", "sign": "sign({0})", "detach": "{0}",
-    "exp": "exp_of({0})", "exp2": "std::exp2({0})", "log": "std::log({0})", "log2": "std::log2({0})", "sqrt": "std::sqrt({0})",
-    "rsqrt": "reciprocal_root({0})", "sin": "std::sin({0})", "cos": "std::cos({0})", "tanh": "tanh_of({0})", "sigmoid": "sigmoid({0})",
-    "erf": "std::erf({0})", "silu": "silu({0})", "relu": "positive_part({0})",
+    "floor": "floor({0})", "ceil": "ceil({0})", "round": "rounded({0})", "trunc": "trunc({0})", "sign": "sign({0})", "detach": "{0}",
+    "exp": "exp_of({0})", "exp2": "exp2({0})", "log": "log({0})", "log2": "log2({0})", "sqrt": "sqrt({0})",
+    "rsqrt": "reciprocal_root({0})", "sin": "sin({0})", "cos": "cos({0})", "tanh": "tanh_of({0})", "sigmoid": "sigmoid({0})",
+    "erf": "erf({0})", "silu": "silu({0})", "relu": "positive_part({0})",
 }  # fmt: skip
 
 
@@ -179,10 +179,10 @@ class Writer:
         if computed in FLOATS and exponent.op == "literal":
             n = literal_value(exponent.attr)
             x = operands[0]
-            texts = {0: "1", 1: x, 2: f"{x} * {x}", 3: f"{x} * {x} * {x}", -1: f"1 / {x}", -2: f"1 / ({x} * {x})", 0.5: f"std::sqrt({x})"}
+            texts = {0: "1", 1: x, 2: f"{x} * {x}", 3: f"{x} * {x} * {x}", -1: f"1 / {x}", -2: f"1 / ({x} * {x})", 0.5: f"sqrt({x})"}
             if n in texts:
                 return texts[n]
-        return f"{'std::pow' if computed in FLOATS else 'integer_power'}({operands[0]}, {operands[1]})"
+        return f"{'pow' if computed in FLOATS else 'integer_power'}({operands[0]}, {operands[1]})"
 
     def address(self, slot: int, indices: tuple[int, ...]) -> str:
         """Which element of a capture: negative indices count from the end, others are kept inside."""

@@ -26,7 +26,7 @@ class Unit(NamedTuple):
     """What one library is compiled from."""
 
     source: str
-    extra: tuple[str, ...] = ()  # further words for the compiler
+    extra: tuple[str, ...]  # further words for the compiler
 
 
 _libraries: dict[Unit, ctypes.CDLL] = {}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.engines.cpp.compiler import FOR_PROGRAMS
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, mask_source, score_source, slope_source
 from tilewise.engines.cpp.libraries import Unit, library_of
 from tilewise.lang import Call, Program, derive
@@ -47,7 +48,7 @@ def _unit(kind: str, call: Call, p: Problem, make: Callable[[Call], str]) -> Uni
     if found is None:
         if len(_functions) >= MOST_FUNCTIONS:
             _functions.clear()
-        found = _functions[key] = Unit(make(call))
+        found = _functions[key] = Unit(make(call), FOR_PROGRAMS)
     return found
 
 

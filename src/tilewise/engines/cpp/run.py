@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.base import Gradients, Output, like_query, scalar_seed
+from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, library_of
 from tilewise.engines.cpp.mods import address_of, mask_unit, program_arguments, score_unit, slope_unit
 from tilewise.engines.cpp.walks import LANES, Walk, column_walk, row_walk
@@ -31,14 +32,14 @@ BACKWARD = f"{PROBLEM}{2 * TENSOR}20q"
 
 
 def forward_unit(dtype: torch.dtype) -> Unit:
-    return Unit('#include "forward.cpp"\n', (f"-DELEMENT={ELEMENT[dtype]}",))
+    return Unit('#include "forward.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}"))
 
 
 def backward_unit(dtype: torch.dtype) -> Unit:
-    return Unit('#include "backward.cpp"\n', (f"-DELEMENT={ELEMENT[dtype]}",))
+    return Unit('#include "backward.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}"))
 
 
-POOL = Unit('#include "pool.cpp"\n')
+POOL = Unit('#include "pool.cpp"\n', FOR_KERNELS)
 
 
 @lru_cache(maxsize=1)
@@ -166,8 +167,11 @@ def _serves(t: Tensor, p: Problem) -> bool:
 
 
 def is_decoding(p: Problem) -> bool:
-    """Few queries: too few to fill the lanes of a tile. A map given as tiles is walked by tiles."""
-    return p.q_len <= DECODE_QUERIES and (p.tiles is None or not p.tiles.given)
+    """Few queries, too few to fill the lanes of a tile, and no backward to come, which would add up the scores in another order.
+
+    A map given as tiles is walked by tiles.
+    """
+    return p.q_len <= DECODE_QUERIES and (p.tiles is None or not p.tiles.given) and not any([t.requires_grad for t in (p.query, p.key, p.value)])
 
 
 def split_count(p: Problem) -> int:

@@ -122,7 +122,7 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
 
     product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
     if (scored) {
-        std::memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
+        __builtin_memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
         apply(p.score.by_query, p.score, k.b, k.h, kv0, n, k.first, last, t.final);
     }
     if (masked) apply(p.mask.by_query, p.mask, k.b, k.h, kv0, n, k.first, last, t.final);
@@ -155,8 +155,8 @@ void tile_of_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 row, i64 kv0
     t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
     t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
     t.finite = all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);
-    std::memset(t.dk, 0, (size_t)(KEYS * dp) * sizeof(real));
-    std::memset(t.dv, 0, (size_t)(KEYS * dvp) * sizeof(real));
+    __builtin_memset(t.dk, 0, (size_t)(KEYS * dp) * sizeof(real));
+    __builtin_memset(t.dv, 0, (size_t)(KEYS * dvp) * sizeof(real));
     for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++) {
         const i64 map_row = b * w.stride_batch + h * w.stride_head + row;
         for (int masked = 0; masked < 2; masked++) {

@@ -3,6 +3,11 @@
 #pragma once
 #include "tiles.h"
 
+INLINE float exponent_of(float x) { return __builtin_expf(x); }
+INLINE double exponent_of(double x) { return __builtin_exp(x); }
+INLINE float logarithm_of(float x) { return __builtin_logf(x); }
+INLINE double logarithm_of(double x) { return __builtin_log(x); }
+
 // How a row ends, from its highest score and sum of weights (relative to it).
 template <typename T> struct Ending {
     T factor;  // what the weighted values are multiplied by
@@ -12,11 +17,11 @@ template <typename T> struct Ending {
 template <typename T> Ending<T> ending(T high, T total, const T* sink, T keep_scale) {
     const T ceiling = sink && *sink > high ? *sink : high;
     const T base = ceiling == -INFINITE<T> ? 0 : ceiling;
-    const T decay = std::exp(high - base);
+    const T decay = exponent_of(high - base);
     total *= decay;
-    if (sink) total += std::exp(*sink - base);
+    if (sink) total += exponent_of(*sink - base);
     if (total == 0) return {0, -INFINITE<T>};
-    return {decay * keep_scale / total, base + std::log(total)};
+    return {decay * keep_scale / total, base + logarithm_of(total)};
 }
 
 template <typename T> INLINE T sum_of(vec<T> v) {
@@ -47,7 +52,7 @@ template <typename E> void decode_part(void* context, i64 item) {
         widen_rows(place<E>(p.query, b, hk * ratio + r / p.n_q, r % p.n_q), 0, p.query.stride[3], 1, p.d, query + r * dp, dp);
         high[r] = -INFINITE<T>, total[r] = 0;
     }
-    std::memset(acc, 0, (size_t)(rows * dvp) * sizeof(T));
+    __builtin_memset(acc, 0, (size_t)(rows * dvp) * sizeof(T));
     const i64 end = at_most((split + 1) * per_split, p.n_kv);
     for (i64 kv0 = split * per_split; kv0 < end; kv0 += KEYS) {
         const i64 n = at_most(KEYS, end - kv0);
@@ -64,16 +69,16 @@ template <typename E> void decode_part(void* context, i64 item) {
                 vec<T> sum{}, other{};
                 i64 d = 0;
                 for (; d + 2 * WIDTH<T> <= dp; d += 2 * WIDTH<T>) {
-                    sum = multiply_add(load(query + r * dp + d), load(k.data + j * k.stride + d), sum);
-                    other = multiply_add(load(query + r * dp + d + WIDTH<T>), load(k.data + j * k.stride + d + WIDTH<T>), other);
+                    sum = load(query + r * dp + d) * load(k.data + j * k.stride + d) + sum;
+                    other = load(query + r * dp + d + WIDTH<T>) * load(k.data + j * k.stride + d + WIDTH<T>) + other;
                 }
-                for (; d < dp; d += WIDTH<T>) sum = multiply_add(load(query + r * dp + d), load(k.data + j * k.stride + d), sum);
+                for (; d < dp; d += WIDTH<T>) sum = load(query + r * dp + d) * load(k.data + j * k.stride + d) + sum;
                 s[j] = (T)p.scale * sum_of<T>(sum + other);
             }
             if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
             if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
             for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;
-            if (careful) std::memcpy(final, s, KEYS * sizeof(T));
+            if (careful) __builtin_memcpy(final, s, KEYS * sizeof(T));
             T top = high[r];
             for (i64 j = 0; j < n; j++) top = s[j] > top ? s[j] : top;
             const T base = top == -INFINITE<T> ? 0 : top;
@@ -83,7 +88,7 @@ template <typename E> void decode_part(void* context, i64 item) {
                 store(s + j, weight);
                 sum += weight;
             }
-            const T decay = std::exp(high[r] - base);
+            const T decay = exponent_of(high[r] - base);
             total[r] = total[r] * decay + sum_of<T>(sum);
             high[r] = top;
             if (p.threshold) {
@@ -101,7 +106,7 @@ template <typename E> void decode_part(void* context, i64 item) {
     }
     T* part = (T*)f.parts + item * rows * (p.dv + 2);
     for (i64 r = 0; r < rows; r++, part += p.dv + 2) {
-        std::memcpy(part, acc + r * dvp, (size_t)p.dv * sizeof(T));
+        __builtin_memcpy(part, acc + r * dvp, (size_t)p.dv * sizeof(T));
         part[p.dv] = high[r];
         part[p.dv + 1] = total[r];
     }
@@ -125,7 +130,7 @@ template <typename E> void combine_parts(void* context, i64 item) {
         for (i64 d = 0; d < p.dv; d++) sums[d] = 0;
         for (i64 k = 0; k < f.splits; k++) {
             const T* part = parts + (k * rows + r) * size;
-            const T weight = std::exp(part[p.dv] - base);
+            const T weight = exponent_of(part[p.dv] - base);
             if (part[p.dv] == -INFINITE<T> && part[p.dv + 1] == 0) continue;  // attended to nothing
             total += part[p.dv + 1] * weight;
             for (i64 d = 0; d < p.dv; d++) sums[d] += part[d] * weight;

@@ -11,7 +11,7 @@ template <> struct computed<double> { typedef double type; };
 template <typename To, typename From> INLINE To bits_as(From x) {
     static_assert(sizeof(To) == sizeof(From));
     To y;
-    std::memcpy(&y, &x, sizeof y);
+    __builtin_memcpy(&y, &x, sizeof y);
     return y;
 }
 

@@ -58,7 +58,7 @@ void softmax_step(QueryTile& t, i64 n, i64 dv) {
             sum += weight;
         }
         const vec<real> shrink = exponential(before - base);
-        store(t.total + x, multiply_add(load(t.total + x), shrink, sum));
+        store(t.total + x, (load(t.total + x) * shrink + sum));
         store(t.high + x, high);
         store(decay + x, shrink);
         for (int l = 0; l < WIDTH<real>; l++) moved |= shrink[l] != 1;
@@ -78,7 +78,7 @@ void attend(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i6
         if (masked) apply(p.mask.by_query, p.mask, b, h, kv0, n, q0, q_last, t.scores);
         const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
         const bool careful = (masked || p.score.by_query) && !all_finite(values, n, p.dv);
-        if (careful) std::memcpy(t.final, t.scores, (size_t)(n * LANES) * sizeof(real));
+        if (careful) __builtin_memcpy(t.final, t.scores, (size_t)(n * LANES) * sizeof(real));
         softmax_step(t, n, p.dv);
         if (p.threshold) {
             keep_tile(p, b, h, q0, kv0, n, t.kept);
@@ -119,7 +119,7 @@ void query_rows(void* context, i64 item) {
     for (i64 q0 = row * w.tile; q0 < end; q0 += LANES) {
         const i64 count = at_most(LANES, end - q0);
         transpose_rows(place<ELEMENT>(p.query, b, h, q0), p.query.stride[2], p.query.stride[3], count, p.d, t.q);
-        std::memset(t.acc, 0, (size_t)(p.dv * LANES) * sizeof(real));
+        __builtin_memset(t.acc, 0, (size_t)(p.dv * LANES) * sizeof(real));
         for (i64 l = 0; l < LANES; l++) t.high[l] = -INFINITE<real>, t.total[l] = 0;
         for (int masked = 0; masked < 2; masked++) {
             const Runs& runs = masked ? w.partial : w.full;

@@ -1,4 +1,5 @@
-// Products of small matrices, held in registers block by block.
+// Products of small matrices, held in registers block by block. (Kernels are compiled with contraction: a * b + c is one operation where the
+// machine has it.)
 #pragma once
 #include "vectors.h"
 
@@ -15,7 +16,7 @@ __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, 
         for (int i = 0; i < R; i++) {
             const vec<T> one = spread(a[i * a_row]);
 #pragma GCC unroll 8
-            for (int x = 0; x < X; x++) sum[i][x] = multiply_add(one, column[x], sum[i][x]);
+            for (int x = 0; x < X; x++) sum[i][x] += one * column[x];
         }
     }
     const vec<T> factor = spread(alpha);
@@ -24,7 +25,7 @@ __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, 
 #pragma GCC unroll 8
         for (int x = 0; x < X; x++) {
             T* place = c + i * c_row + x * WIDTH<T>;
-            store(place, add ? multiply_add(factor, sum[i][x], load(place)) : factor * sum[i][x]);
+            store(place, add ? factor * sum[i][x] + load(place) : factor * sum[i][x]);
         }
 }
 

@@ -3,7 +3,7 @@
 // A tile of scores is transposed, S^T [keys][LANES queries]: a query is a lane, so that maxima and sums over keys need no shuffling, the
 // queries' tile is transposed once for all its keys, and keys and values are read as they lie in memory.
 #pragma once
-#include <cstdlib>
+#include <stdlib.h>
 #include "arguments.h"
 #include "elements.h"
 #include "exponential.h"
@@ -22,14 +22,14 @@ INLINE i64 padded(i64 n, i64 to) { return (n + to - 1) / to * to; }
 // Memory of one thread, kept from tile to tile and call to call.
 class Scratch {
   public:
-    ~Scratch() { std::free(memory); }
+    ~Scratch() { free(memory); }
     void reserve(size_t bytes) {
         used = 0;
         if (bytes <= size) return;
-        std::free(memory);
+        free(memory);
         size = (bytes + 4095) / 4096 * 4096;
-        memory = (char*)std::aligned_alloc(4096, size);
-        if (memory == nullptr) std::abort();
+        memory = (char*)aligned_alloc(4096, size);
+        if (memory == nullptr) abort();
     }
     template <typename T> T* take(i64 count) {
         T* found = (T*)(memory + used);

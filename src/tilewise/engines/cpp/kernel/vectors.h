@@ -1,14 +1,7 @@
 // Vectors of the machine's width, written with the vector extensions that GCC and clang share.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include <stdint.h>
 #include <limits>
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -33,44 +26,6 @@ template <> struct vector_of<double> { typedef double type __attribute__((vector
 template <typename T> using vec = typename vector_of<T>::type;
 template <typename T> constexpr int WIDTH = VECTOR_BYTES / sizeof(T);
 
-template <typename T> INLINE vec<T> load(const T* p) { vec<T> v; std::memcpy(&v, p, sizeof v); return v; }
-template <typename T> INLINE void store(T* p, vec<T> v) { std::memcpy(p, &v, sizeof v); }
+template <typename T> INLINE vec<T> load(const T* p) { vec<T> v; __builtin_memcpy(&v, p, sizeof v); return v; }
+template <typename T> INLINE void store(T* p, vec<T> v) { __builtin_memcpy(p, &v, sizeof v); }
 template <typename T> INLINE vec<T> spread(T x) { return x - vec<T>{}; }  // x in every lane; x - 0 is x, its NaN and sign of zero included
-
-// a * b + c, rounded once where the machine can: programs are compiled without contraction, products ask for it here.
-INLINE vec<float> multiply_add(vec<float> a, vec<float> b, vec<float> c) {
-#if defined(__AVX512F__)
-    return (vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-    return (vec<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
-INLINE vec<double> multiply_add(vec<double> a, vec<double> b, vec<double> c) {
-#if defined(__AVX512F__)
-    return (vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-#elif defined(__FMA__)
-    return (vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
-#elif defined(__aarch64__)
-    return (vec<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
-#else
-    return a * b + c;
-#endif
-}
-INLINE float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-INLINE double multiply_add(double a, double b, double c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return __builtin_fma(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
