@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.base import Gradients, Output, like_query, scalar_seed
+from tilewise.engines.cpp import matrix_unit
 from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, library_of
 from tilewise.engines.cpp.mods import address_of, mask_unit, program_arguments, score_unit, slope_unit
-from tilewise.engines.cpp.walks import LANES, Walk, column_walk, row_walk
+from tilewise.engines.cpp.walks import KEYS, LANES, Walk, column_walk, row_walk
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.lang import derive
 from tilewise.problem import Problem
@@ -27,16 +28,19 @@ PRIVATE_GROUPS, PRIVATE_BYTES = 8, 2**28  # captures' gradients that everyone ad
 # The kernels' structs, as in kernel/arguments.h: every field has 8 bytes.
 TENSOR = "5q"
 PROBLEM = f"=9q{3 * TENSOR}12q12qqdd2q"
-FORWARD = f"{PROBLEM}{TENSOR}4q"
+FORWARD = f"{PROBLEM}{TENSOR}7q"
 BACKWARD = f"{PROBLEM}{2 * TENSOR}20q"
 
 
-def forward_unit(dtype: torch.dtype) -> Unit:
-    return Unit('#include "forward.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}"))
+def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
+    """name: forward (and decode) or backward."""
+    matrices = ("-DMATRIX_UNIT",) if by_matrices(dtype) else ()
+    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *matrices))
 
 
-def backward_unit(dtype: torch.dtype) -> Unit:
-    return Unit('#include "backward.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}"))
+def by_matrices(dtype: torch.dtype) -> bool:
+    """Whether products run on the processor's matrix unit."""
+    return dtype == torch.bfloat16 and matrix_unit.usable()
 
 
 POOL = Unit('#include "pool.cpp"\n', FOR_KERNELS)
@@ -49,8 +53,7 @@ def _pool() -> int:
 
 @lru_cache(maxsize=16)
 def _kernel(name: str, dtype: torch.dtype) -> Callable[[bytes], None]:
-    unit = backward_unit(dtype) if name == "backward" else forward_unit(dtype)
-    function = getattr(library_of(unit), f"tilewise_{name}")
+    function = getattr(library_of(kernel_unit("backward" if name == "backward" else "forward", dtype)), f"tilewise_{name}")
     function.argtypes, function.restype = (ctypes.c_char_p,), None
     return function
 
@@ -67,7 +70,11 @@ def forward(p: Problem) -> Output:
     if decoding:
         splits = split_count(p)
         parts = torch.empty((p.batch, p.kv_heads, splits, p.heads // p.kv_heads * p.q_len, p.v_dim + 2), dtype=p.inner_dtype)
-    arguments = struct.pack(FORWARD, *values, *_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, 0 if parts is None else parts.data_ptr())
+    matrices = _matrices(p) if by_matrices(p.dtype) and not decoding else []
+    arguments = struct.pack(
+        FORWARD, *values, *_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, 0 if parts is None else parts.data_ptr(),
+        *([t.data_ptr() for t in matrices] or [0, 0, 0]),
+    )  # fmt: skip
     _kernel("decode" if decoding else "forward", p.dtype)(arguments)
     del kept
     return Output(out, lse, highest)
@@ -132,6 +139,16 @@ def _run_backward(
     )  # fmt: skip
     _kernel("backward", p.dtype)(arguments)
     del kept
+
+
+def _matrices(p: Problem) -> list[Tensor]:
+    """Room for keys and transposed values in the matrix unit's layout, and whether each block is finite."""
+    shape = (p.batch, p.kv_heads, -(-p.kv_len // KEYS), KEYS)
+    return [p.key.new_empty((*shape, _padded(p.head_dim))), p.key.new_empty((*shape, _padded(p.v_dim))), torch.empty(shape[:3], dtype=torch.uint8)]
+
+
+def _padded(size: int) -> int:
+    return -(-size // 32) * 32
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -44,12 +44,18 @@ struct Problem {
     i64 threshold, seed;  // dropout: elements whose 16 bits are below the threshold are dropped
 };
 
+struct Matrices {  // bfloat16 operands in blocks of 64 rows, [batch, heads, blocks] of each; null where the matrix unit is not used
+    void *rows, *transposed;  // [64][padded], [padded][64]
+    uint8_t* finite;          // whether a block's values (the backward: also keys) are all finite
+};
+
 struct Forward {
     Problem problem;
     Tensor out;
     void *lse, *highest;  // [batch, heads, n_q], computed type
     i64 splits;           // decoding: the parts the keys are cut into
     void* parts;          // decoding: [batch, kv_heads, splits, rows] of {acc[dv], highest, total}
+    Matrices keys;        // for the matrix unit: keys by rows, values transposed
 };
 
 struct Backward {

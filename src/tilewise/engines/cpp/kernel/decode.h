@@ -8,16 +8,16 @@ INLINE double exponent_of(double x) { return __builtin_exp(x); }
 INLINE float logarithm_of(float x) { return __builtin_logf(x); }
 INLINE double logarithm_of(double x) { return __builtin_log(x); }
 
-// How a row ends, from its highest score and sum of weights (relative to it).
+// How a row ends, from what its weights are measured from and their sum.
 template <typename T> struct Ending {
     T factor;  // what the weighted values are multiplied by
     T lse;
 };
 
-template <typename T> Ending<T> ending(T high, T total, const T* sink, T keep_scale) {
-    const T ceiling = sink && *sink > high ? *sink : high;
+template <typename T> Ending<T> ending(T from, T total, const T* sink, T keep_scale) {
+    const T ceiling = sink && *sink > from ? *sink : from;
     const T base = ceiling == -INFINITE<T> ? 0 : ceiling;
-    const T decay = exponent_of(high - base);
+    const T decay = exponent_of(from - base);
     total *= decay;
     if (sink) total += exponent_of(*sink - base);
     if (total == 0) return {0, -INFINITE<T>};

@@ -8,6 +8,7 @@
 #include "elements.h"
 #include "exponential.h"
 #include "products.h"
+#include "transpose.h"
 
 constexpr int LANES = 64;  // queries of a tile
 constexpr int KEYS = 64;   // keys of a tile, at most
@@ -76,20 +77,48 @@ template <typename E, typename T> Rows<T> rows_of(const Tensor& t, i64 b, i64 h,
     return {to, width};
 }
 
-// to[d][lane] = row `lane`, feature d; zero in lanes without a row. Squares of 16 keep both sides in the cache.
+// to[d][lane] = row `lane`, feature d; zero in lanes without a row.
 template <typename E, typename T> void transpose_rows(const E* from, i64 row, i64 step, i64 count, i64 n, T* to) {
-    for (i64 d0 = 0; d0 < n; d0 += 16)
-        for (i64 l0 = 0; l0 < LANES; l0 += 16)
-            for (i64 d = d0; d < at_most(d0 + 16, n); d++)
-                for (i64 l = l0; l < l0 + 16; l++) to[d * LANES + l] = l < count ? (T)widen(from[l * row + d * step]) : (T)0;
+    for (i64 l0 = 0; l0 < LANES; l0 += SIDE)
+        for (i64 d0 = 0; d0 < n; d0 += SIDE) {
+            const i64 rows = at_most(at_least(count - l0, 0), SIDE), columns = at_most(n - d0, SIDE);
+            T square[SIDE * SIDE];
+            if (rows == SIDE && columns == SIDE && step == 1) {
+                for (i64 l = 0; l < SIDE; l++)
+                    for (i64 d = 0; d < SIDE; d++) square[l * SIDE + d] = widen(from[(l0 + l) * row + d0 + d]);
+                if constexpr (sizeof(T) == sizeof(u32)) {
+                    transpose_square((const u32*)square, SIDE, (u32*)to + d0 * LANES + l0, LANES);
+                    continue;
+                }
+            } else {
+                for (i64 l = 0; l < rows; l++)
+                    for (i64 d = 0; d < columns; d++) square[l * SIDE + d] = widen(from[(l0 + l) * row + (d0 + d) * step]);
+            }
+            for (i64 d = 0; d < columns; d++)
+                for (i64 l = 0; l < SIDE; l++) to[(d0 + d) * LANES + l0 + l] = l < rows ? square[l * SIDE + d] : (T)0;
+        }
 }
 
-// The way back, times a factor of each lane.
+// The way back, times a factor of each lane. `from` has whole squares of features.
 template <typename E, typename T> void store_transposed(const T* from, const T* factor, E* to, i64 row, i64 step, i64 count, i64 n) {
-    for (i64 l0 = 0; l0 < count; l0 += 16)
-        for (i64 d0 = 0; d0 < n; d0 += 16)
-            for (i64 l = l0; l < at_most(l0 + 16, count); l++)
-                for (i64 d = d0; d < at_most(d0 + 16, n); d++) narrow(from[d * LANES + l] * factor[l], to[l * row + d * step]);
+    for (i64 l0 = 0; l0 < count; l0 += SIDE)
+        for (i64 d0 = 0; d0 < n; d0 += SIDE) {
+            T square[SIDE * SIDE];
+            if constexpr (sizeof(T) == sizeof(u32))
+                transpose_square((const u32*)from + d0 * LANES + l0, LANES, (u32*)square, SIDE);
+            else
+                for (i64 d = 0; d < SIDE; d++)
+                    for (i64 l = 0; l < SIDE; l++) square[l * SIDE + d] = from[(d0 + d) * LANES + l0 + l];
+            const i64 rows = at_most(count - l0, SIDE), columns = at_most(n - d0, SIDE);
+            for (i64 l = 0; l < rows; l++) {
+                E* target = to + (l0 + l) * row + d0 * step;
+                const T times = factor[l0 + l];
+                if (step == 1 && columns == SIDE)
+                    for (i64 d = 0; d < SIDE; d++) narrow(square[l * SIDE + d] * times, target[d]);
+                else
+                    for (i64 d = 0; d < columns; d++) narrow(square[l * SIDE + d] * times, target[d * step]);
+            }
+        }
 }
 
 // -- NaN and infinity where nobody looks -----------------------------------------------------------------------------
