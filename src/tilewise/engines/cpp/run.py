@@ -29,7 +29,7 @@ PRIVATE_GROUPS, PRIVATE_BYTES = 8, 2**28  # captures' gradients that everyone ad
 TENSOR = "5q"
 PROBLEM = f"=9q{3 * TENSOR}12q12qqdd2q"
 FORWARD = f"{PROBLEM}{TENSOR}7q"
-BACKWARD = f"{PROBLEM}{2 * TENSOR}20q"
+BACKWARD = f"{PROBLEM}{2 * TENSOR}21q"
 
 
 def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
@@ -111,15 +111,23 @@ def _run_backward(
     blocks = -(-p.q_len // walk.other_tile) * blocks_per_tile
     shape = (p.batch, p.heads, blocks)
 
-    def empty(*rest: int) -> Tensor:
-        return torch.empty((*shape, *rest), dtype=p.inner_dtype)
+    def empty(*rest: int, dtype: torch.dtype = p.inner_dtype) -> Tensor:
+        return torch.empty((*shape, *rest), dtype=dtype)
 
-    width = 64 // p.inner_dtype.itemsize
-    lanes = empty(p.head_dim, LANES), empty(p.v_dim, LANES)
-    rows = [None if _serves(t, p) else empty(LANES, -(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
+    rows: list[Tensor | None]
+    if by_matrices(p.dtype):
+        sizes = _padded(p.head_dim), _padded(p.v_dim)
+        lanes = [empty(d // 2, LANES, dtype=torch.int32) for d in sizes]
+        rows = [empty(LANES // 2, d, dtype=torch.int32) for d in sizes]
+        finite = empty(dtype=torch.uint8)
+    else:
+        width = 64 // p.inner_dtype.itemsize
+        lanes = [empty(p.head_dim, LANES), empty(p.v_dim, LANES)]
+        rows = [None if _serves(t, p) else empty(LANES, -(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
+        finite = None
     groups = _groups(p, wanted)
     chunks = 1 if wanted else chunk_count(p, walk)
-    dq_lanes = torch.zeros((chunks, *shape, p.head_dim, LANES), dtype=p.inner_dtype)
+    dq_lanes = torch.zeros((chunks, *shape, _padded(p.head_dim), LANES), dtype=p.inner_dtype)
     slope = slope_unit(p, wanted)
     slots = 0 if p.score is None else len(p.score.captures)
     pointers = (ctypes.c_void_p * max(1, len(groups) * slots))()
@@ -133,7 +141,7 @@ def _run_backward(
     arguments = struct.pack(
         BACKWARD, *values, *_tensor(output.out), *_tensor(grad_out),
         output.lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), delta.data_ptr(), blocks, blocks_per_tile,
-        *(t.data_ptr() for t in lanes), *(0 if t is None else t.data_ptr() for t in rows), dq_lanes.data_ptr(), *(t.data_ptr() for t in gradients),
+        *(t.data_ptr() for t in lanes), *(0 if t is None else t.data_ptr() for t in (*rows, finite)), dq_lanes.data_ptr(), *(t.data_ptr() for t in gradients),
         0 if slope is None else address_of(library_of(slope), "slope"), ctypes.addressof(pointers), slots,
         chunks, len(groups) if wanted else chunks * p.batch * p.kv_heads, ctypes.addressof(offsets) if wanted else 0, ctypes.addressof(items),
     )  # fmt: skip

@@ -46,7 +46,7 @@ struct Problem {
 
 struct Matrices {  // bfloat16 operands in blocks of 64 rows, [batch, heads, blocks] of each; null where the matrix unit is not used
     void *rows, *transposed;  // [64][padded], [padded][64]
-    uint8_t* finite;          // whether a block's values (the backward: also keys) are all finite
+    uint8_t* finite;          // whether a block's values are all finite
 };
 
 struct Forward {
@@ -64,9 +64,10 @@ struct Backward {
     const void *lse, *grad_lse;  // [batch, heads, n_q]; grad_lse may be absent
     void* delta;                 // [batch, heads, n_q]
     i64 blocks, blocks_per_tile;  // blocks of LANES queries, of one (batch, head) and of one tile of the map
-    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES]
-    void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null where the tensors' own rows serve
-    void* dq_lanes;               // [chunks][batch, heads, blocks][d][LANES], zero at the start
+    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES]; for the matrix unit pairs of features
+    void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null where the tensors' own rows serve; for the matrix unit pairs of rows
+    uint8_t* finite;              // [batch, heads, blocks] for the matrix unit: whether queries and gradients are
+    void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES], zero at the start
     void *dq, *dk, *dv;           // contiguous, in the tensors' own type
     void* slope;                  // the score's derivative, which also adds up the captures' gradients
     double* const* gradients;     // [groups][captures]

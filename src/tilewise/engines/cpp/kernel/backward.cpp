@@ -5,6 +5,9 @@
 // One thread takes a stretch of keys of one (batch, kv head) over all its queries: five products for each tile, and nothing is computed twice. Its share
 // of dQ goes to its own sum; the sums are added in order at the end, so that the result does not depend on who computed what when.
 #include "tiles.h"
+#ifdef MATRIX_UNIT
+#include "amx.h"
+#endif
 
 typedef computed<ELEMENT>::type real;
 typedef void (*Slope)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, const real* raw, const real* final, real* ds,
@@ -12,7 +15,12 @@ typedef void (*Slope)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 fir
 
 namespace {
 
-constexpr i64 W = WIDTH<real>;
+#ifdef MATRIX_UNIT
+constexpr i64 WHOLE = STEP;  // features come in multiples of this
+#else
+constexpr i64 WHOLE = WIDTH<real>;
+#endif
+constexpr i64 DQ_WHOLE = 32;
 
 // -- before: queries and gradients of the output, laid out for the products; delta -------------------------------------
 
@@ -28,6 +36,19 @@ Block block_of(const Backward& f, i64 b, i64 h, i64 block) {
     return {b, h, first, at_most(LANES, end - first)};
 }
 
+#ifdef MATRIX_UNIT
+// Rows as pairs of features, turned over [width / 2][LANES], and as pairs of rows [LANES / 2][width]. Says whether all are finite.
+bool pack_pairs(const bfloat* from, const i64* stride, i64 count, i64 n, u32* features, u32* rows) {
+    const i64 width = padded(n, STEP);
+    scratch.reserve((size_t)(LANES * width) * sizeof(bfloat));
+    bfloat* packed = scratch.take<bfloat>(LANES * width);
+    const bool finite = pack_rows(from, stride[2], stride[3], count, n, packed, width);
+    transpose_words((const u32*)packed, width / 2, features, LANES, LANES, width / 2);
+    pairs_of_rows(packed, width, rows);
+    return finite;
+}
+#endif
+
 void prepare_block(void* context, i64 item) {
     const Backward& f = *(const Backward*)context;
     const Problem& p = f.problem;
@@ -36,10 +57,16 @@ void prepare_block(void* context, i64 item) {
     if (k.count <= 0) return;
     const ELEMENT* q = place<ELEMENT>(p.query, k.b, k.h, k.first);
     const ELEMENT* dout = place<ELEMENT>(f.grad_out, k.b, k.h, k.first);
+    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+#ifdef MATRIX_UNIT
+    const bool finite = pack_pairs(q, p.query.stride, k.count, p.d, (u32*)f.q_lanes + item * dp / 2 * LANES, (u32*)f.q_rows + item * LANES / 2 * dp);
+    f.finite[item] = pack_pairs(dout, f.grad_out.stride, k.count, p.dv, (u32*)f.do_lanes + item * dvp / 2 * LANES, (u32*)f.do_rows + item * LANES / 2 * dvp) && finite;
+#else
     transpose_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_lanes + item * p.d * LANES);
     transpose_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_lanes + item * p.dv * LANES);
-    if (f.q_rows) widen_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_rows + item * LANES * padded(p.d, W), padded(p.d, W));
-    if (f.do_rows) widen_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_rows + item * LANES * padded(p.dv, W), padded(p.dv, W));
+    if (f.q_rows) widen_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_rows + item * LANES * dp, dp);
+    if (f.do_rows) widen_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_rows + item * LANES * dvp, dvp);
+#endif
     const ELEMENT* out = place<ELEMENT>(f.out, k.b, k.h, k.first);
     real* delta = (real*)f.delta + bh * p.n_q + k.first;
     const real* dlse = f.grad_lse ? (const real*)f.grad_lse + bh * p.n_q + k.first : nullptr;
@@ -61,11 +88,17 @@ struct KeyTile {
     uint8_t* kept;
     Rows<real> k, v;
     bool finite;  // all keys and values are
+#ifdef MATRIX_UNIT
+    bfloat *k_rows, *v_rows, *k_columns;  // [KEYS][padded d], [KEYS][padded dv], [padded d][KEYS]
+    bfloat* tile_rows;                    // [KEYS][LANES] weights or ds
+    u32* tile_pairs;                      // [KEYS / 2][LANES] ds
+    real *q_wide, *do_wide;               // [LANES][padded d], [LANES][padded dv], where NaN is about
+#endif
 };
 
 KeyTile make_tile(const Problem& p) {
-    const i64 dp = padded(p.d, W), dvp = padded(p.dv, W);
-    scratch.reserve((size_t)(KEYS * 2 * (dp + dvp) + 4 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 16 * 64);
+    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    scratch.reserve((size_t)(KEYS * 5 * (dp + dvp) + 6 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 32 * 64);
     KeyTile t;
     t.keys = scratch.take<real>(KEYS * p.d);
     t.values = scratch.take<real>(KEYS * p.dv);
@@ -76,11 +109,28 @@ KeyTile make_tile(const Problem& p) {
     t.weight = scratch.take<real>(KEYS * LANES);
     t.ds = scratch.take<real>(KEYS * LANES);
     t.kept = scratch.take<uint8_t>(KEYS * LANES);
+#ifdef MATRIX_UNIT
+    t.k_rows = scratch.take<bfloat>(KEYS * dp);
+    t.v_rows = scratch.take<bfloat>(KEYS * dvp);
+    t.k_columns = scratch.take<bfloat>(KEYS * dp);
+    t.tile_rows = scratch.take<bfloat>(KEYS * LANES);
+    t.tile_pairs = scratch.take<u32>(KEYS / 2 * LANES);
+    t.q_wide = scratch.take<real>(LANES * dp);
+    t.do_wide = scratch.take<real>(LANES * dvp);
+#endif
     return t;
 }
 
-// weight = P, ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
-void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything) {
+#ifndef MATRIX_UNIT
+// A block's rows: the copies, or where the tensor has them.
+Rows<real> block_rows(const void* copies, const Tensor& t, const Block& k, i64 item, i64 width) {
+    if (copies) return {(const real*)copies + item * LANES * width, width};
+    return {(const real*)place<ELEMENT>(t, k.b, k.h, k.first), t.stride[2]};
+}
+#endif
+
+// weight = P = exp(factor * final - lse), ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
+void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything, real factor) {
     const Problem& p = f.problem;
     const i64 at = (k.b * p.heads + k.h) * p.n_q + k.first;
     real lse[LANES], delta[LANES];
@@ -96,9 +146,9 @@ void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, 
         const uint8_t* kept = t.kept + j * LANES;
         if (p.threshold)
             for (i64 l = 0; l < LANES; l++) ds[l] = kept[l] ? ds[l] * scale : 0;
-        for (i64 x = 0; x < LANES; x += W) {
+        for (i64 x = 0; x < LANES; x += WIDTH<real>) {
             const vec<real> score = load(s + x);
-            vec<real> w = exponential(score - load(lse + x));
+            vec<real> w = exponential(score * spread(factor) - load(lse + x));
             vec<real> g = w * (load(ds + x) - load(delta + x));
             if (!everything) {
                 w = score == -INFINITE<real> ? vec<real>{} : w;
@@ -112,38 +162,71 @@ void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, 
     }
 }
 
+// dQ^T, dK and dV grow by a tile's share; dQ and dK are multiplied by the scale at the end.
+#ifdef MATRIX_UNIT
+void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq) {
+    const i64 dp = padded(f.problem.d, STEP), dvp = padded(f.problem.dv, STEP), depth = padded(n, STEP);
+    rows_of_tile(t.weight, n, t.tile_rows);
+    matrix_product(t.tile_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, LANES, true);
+    rows_of_tile(t.ds, n, t.tile_rows);
+    matrix_product(t.tile_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, LANES, true);
+    pairs_of_tile(t.ds, n, t.tile_pairs);
+    matrix_product(t.k_columns, KEYS, t.tile_pairs, LANES, dq, LANES, dp, LANES, depth, true);
+}
+#else
+void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
+    const Problem& p = f.problem;
+    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
+    product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, 1, true);
+    product<real>(t.k.data, 1, t.k.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, true);
+}
+#endif
+
+// The same where NaN or infinity may stand in what is not attended.
+void grow_carefully(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
+    const Problem& p = f.problem;
+    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    careful_product<real>(t.weight, t.final, LANES, 1, dout, t.dv, dvp, 1, n, p.dv, k.count, 1);
+    careful_product<real>(t.ds, t.final, LANES, 1, q, t.dk, dp, 1, n, p.d, k.count, 1);
+    careful_product<real>(t.ds, t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n, 1);
+}
+
 // One tile of keys against one block of queries.
 void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i64 kv0, i64 n, bool masked, double* const* gradients) {
     const Problem& p = f.problem;
-    const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, W), dvp = padded(p.dv, W), last = k.first + k.count - 1;
-    const Rows<real> q = f.q_rows ? Rows<real>{(const real*)f.q_rows + item * LANES * dp, dp} : Rows<real>{(const real*)place<ELEMENT>(p.query, k.b, k.h, k.first), p.query.stride[2]};
-    const Rows<real> dout = f.do_rows ? Rows<real>{(const real*)f.do_rows + item * LANES * dvp, dvp} : Rows<real>{(const real*)place<ELEMENT>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2]};
-    const bool scored = p.score.by_query != nullptr;
-
-    product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
+    const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE), last = k.first + k.count - 1;
+    const bool scored = p.score.by_query != nullptr, selective = masked || scored;
+    real* dq = (real*)f.dq_lanes + (chunk * p.batch * p.heads * f.blocks + item) * padded(p.d, DQ_WHOLE) * LANES;
+#ifdef MATRIX_UNIT
+    matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
+    matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
+#else
+    product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, 1, false);
+    product<real>(t.v.data, t.v.stride, 1, (const real*)f.do_lanes + item * p.dv * LANES, LANES, t.ds, LANES, n, LANES, p.dv, 1, false);
+#endif
+    real factor = (real)p.scale;
     if (scored) {
-        __builtin_memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
+        for (i64 x = 0; x < n * LANES; x++) t.final[x] = t.raw[x] *= factor;
+        factor = 1;
         apply(p.score.by_query, p.score, k.b, k.h, kv0, n, k.first, last, t.final);
     }
     if (masked) apply(p.mask.by_query, p.mask, k.b, k.h, kv0, n, k.first, last, t.final);
     if (k.count < LANES && scored)
         for (i64 j = 0; j < n; j++)
             for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
-    product<real>(t.v.data, t.v.stride, 1, (const real*)f.do_lanes + item * p.dv * LANES, LANES, t.ds, LANES, n, LANES, p.dv, 1, false);
-    const bool selective = masked || scored;
-    weights_and_slopes(f, t, k, kv0, n, !selective);
+    weights_and_slopes(f, t, k, kv0, n, !selective, factor);
     if (scored) ((Slope)f.slope)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
-
-    real* dq = (real*)f.dq_lanes + (chunk * p.batch * p.heads * f.blocks + item) * p.d * LANES;
-    if (selective && !(t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) {
-        careful_product<real>(t.weight, t.final, LANES, 1, dout, t.dv, dvp, 1, n, p.dv, k.count, 1);
-        careful_product<real>(t.ds, t.final, LANES, 1, q, t.dk, dp, 1, n, p.d, k.count, (real)p.scale);
-        careful_product<real>(t.ds, t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n, (real)p.scale);
-        return;
-    }
-    product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
-    product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, (real)p.scale, true);
-    product<real>(t.k.data, 1, t.k.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, (real)p.scale, true);
+#ifdef MATRIX_UNIT
+    if (!selective || (t.finite && f.finite[item])) return grow(f, t, item, n, dq);
+    const Rows<real> q{t.q_wide, dp}, dout{t.do_wide, dvp};
+    widen_rows(place<bfloat>(p.query, k.b, k.h, k.first), p.query.stride[2], p.query.stride[3], k.count, p.d, t.q_wide, dp);
+    widen_rows(place<bfloat>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, t.do_wide, dvp);
+#else
+    const Rows<real> q = block_rows(f.q_rows, p.query, k, item, dp), dout = block_rows(f.do_rows, f.grad_out, k, item, dvp);
+    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, n, dq);
+#endif
+    grow_carefully(f, t, k, q, dout, n, dq);
 }
 
 // -- one stretch of keys -----------------------------------------------------------------------------------------------
@@ -151,10 +234,17 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
 void tile_of_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 row, i64 kv0, i64 n, i64 chunk, double* const* gradients) {
     const Problem& p = f.problem;
     const Walk& w = p.walk;
-    const i64 ratio = p.heads / p.kv_heads, dp = padded(p.d, W), dvp = padded(p.dv, W);
+    const i64 ratio = p.heads / p.kv_heads, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
     t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
     t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
     t.finite = all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);
+#ifdef MATRIX_UNIT
+    pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
+    pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
+    pairs_of_rows(t.k_rows, dp, (u32*)t.dk);  // dk is not in use yet
+    transpose_words((const u32*)t.dk, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
+    const MatrixUnit unit;
+#endif
     __builtin_memset(t.dk, 0, (size_t)(KEYS * dp) * sizeof(real));
     __builtin_memset(t.dv, 0, (size_t)(KEYS * dvp) * sizeof(real));
     for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++) {
@@ -174,7 +264,7 @@ void tile_of_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 row, i64 kv0
     }
     for (i64 j = 0; j < n; j++) {
         const i64 at = (b * p.kv_heads + hk) * p.n_kv + kv0 + j;
-        for (i64 d = 0; d < p.d; d++) narrow(t.dk[j * dp + d], ((ELEMENT*)f.dk)[at * p.d + d]);
+        for (i64 d = 0; d < p.d; d++) narrow(t.dk[j * dp + d] * (real)p.scale, ((ELEMENT*)f.dk)[at * p.d + d]);
         for (i64 d = 0; d < p.dv; d++) narrow(t.dv[j * dvp + d], ((ELEMENT*)f.dv)[at * p.dv + d]);
     }
 }
@@ -202,15 +292,15 @@ void group_of_stretches(void* context, i64 group) {
 void finish_block(void* context, i64 item) {
     const Backward& f = *(const Backward*)context;
     const Problem& p = f.problem;
-    const i64 bh = item / f.blocks, size = p.d * LANES, step = p.batch * p.heads * f.blocks * size;
+    const i64 bh = item / f.blocks, size = padded(p.d, DQ_WHOLE) * LANES, step = p.batch * p.heads * f.blocks * size;
     const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
     if (k.count <= 0) return;
     real* sum = (real*)f.dq_lanes + item * size;
     for (i64 chunk = 1; chunk < f.chunks; chunk++)
         for (i64 x = 0; x < size; x++) sum[x] += sum[chunk * step + x];
-    real one[LANES];
-    for (i64 l = 0; l < LANES; l++) one[l] = 1;
-    store_transposed(sum, one, (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d, p.d, 1, k.count, p.d);
+    real scale[LANES];
+    for (i64 l = 0; l < LANES; l++) scale[l] = (real)p.scale;
+    store_transposed(sum, scale, (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d, p.d, 1, k.count, p.d);
 }
 
 }  // namespace
@@ -219,6 +309,9 @@ extern "C" __attribute__((visibility("default"))) void tilewise_backward(const B
     const Problem& p = f->problem;
     const bool little = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK;
     const i64 threads = little ? 1 : p.threads;
+#ifdef MATRIX_UNIT
+    amx_allowed();
+#endif
     p.run(prepare_block, (void*)f, p.batch * p.heads * f->blocks, threads);
     p.run(group_of_stretches, (void*)f, f->groups, threads);
     p.run(finish_block, (void*)f, p.batch * p.heads * f->blocks, threads);
