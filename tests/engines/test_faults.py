@@ -11,7 +11,7 @@ import tilewise as tw
 from tests.cases import CASES
 from tilewise import masks, scores
 
-ENGINES = ("reference", "blocked")
+ENGINES = ("reference", "blocked", "cpp")
 engines = pytest.mark.parametrize("engine", ENGINES)
 NAN, INF = float("nan"), float("inf")
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilewise import store
 from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.engines.blocked import BlockedEngine
 from tilewise.problem import Problem
 
 
@@ -19,15 +20,24 @@ class CppEngine(Engine):
 
     def forward(self, problem: Problem) -> Output:
         from tilewise.engines.cpp import run
+        from tilewise.engines.cpp.compiler import CompilerError
 
-        return run.forward(problem)
+        try:
+            return run.forward(problem)
+        except CompilerError as error:
+            return _instead(error).forward(problem)
 
     def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         from tilewise.engines.cpp import run
+        from tilewise.engines.cpp.compiler import CompilerError
 
-        return run.backward(problem, output, grad_out, grad_lse, wanted)
+        try:
+            return run.backward(problem, output, grad_out, grad_lse, wanted)
+        except CompilerError as error:
+            return _instead(error).backward(problem, output, grad_out, grad_lse, wanted)
 
 
+SLOWER = "until then CPUs are served by tiles of plain torch operations, which is slower"
 _missing: list[str | None] = []
 
 
@@ -43,6 +53,13 @@ def missing() -> str | None:
             library_of(POOL)
             _missing.append(None)
         except CompilerError as error:
-            store.warn_once(f"{error}; until then CPUs are served by tiles of plain torch operations, which is slower")
+            store.warn_once(f"{error}; {SLOWER}")
             _missing.append(str(error))
     return _missing[0]
+
+
+def _instead(error: Exception) -> Engine:
+    """The compiler worked, and then it did not: this call is served by the engine that needs none, later ones do not come here."""
+    store.warn_once(f"{error}; {SLOWER}")
+    _missing[:] = [str(error)]
+    return BlockedEngine()

@@ -52,7 +52,7 @@ def processor() -> str:
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-    found = {}
+    found: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
         if name.strip() in wanted:

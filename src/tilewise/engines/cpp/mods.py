@@ -18,11 +18,11 @@ _functions: dict[Any, Unit] = {}
 
 
 def mask_unit(p: Problem) -> Unit | None:
-    return None if p.mask is None else _unit("mask", p.mask, p, lambda call: mask_source([_writer(call.program, call, p, a) for a in (BY_QUERY, BY_KEY)], real(p)))
+    return None if p.mask is None else _unit("mask", p.mask, p, lambda call: mask_source(_both_ways(call, p), real(p)))
 
 
 def score_unit(p: Problem) -> Unit | None:
-    return None if p.score is None else _unit("score", p.score, p, lambda call: score_source([_writer(call.program, call, p, a) for a in (BY_QUERY, BY_KEY)], real(p)))
+    return None if p.score is None else _unit("score", p.score, p, lambda call: score_source(_both_ways(call, p), real(p)))
 
 
 def slope_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
@@ -50,6 +50,10 @@ def _unit(kind: str, call: Call, p: Problem, make: Callable[[Call], str]) -> Uni
             _functions.clear()
         found = _functions[key] = Unit(make(call), FOR_PROGRAMS)
     return found
+
+
+def _both_ways(call: Call, p: Problem) -> list[Writer]:
+    return [_writer(call.program, call, p, axes) for axes in (BY_QUERY, BY_KEY)]
 
 
 def _writer(program: Program, call: Call, p: Problem, axes: Axes) -> Writer:

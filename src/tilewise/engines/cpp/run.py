@@ -14,7 +14,7 @@ from tilewise.engines.base import Gradients, Output, like_query, scalar_seed
 from tilewise.engines.cpp import matrix_unit
 from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, library_of
-from tilewise.engines.cpp.mods import address_of, mask_unit, program_arguments, score_unit, slope_unit
+from tilewise.engines.cpp.mods import Arguments, address_of, mask_unit, program_arguments, score_unit, slope_unit
 from tilewise.engines.cpp.walks import KEYS, LANES, Walk, column_walk, row_walk
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.lang import derive
@@ -103,50 +103,57 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
 
 
 def _run_backward(
-    p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor, gradients: tuple[Tensor, ...], wanted: frozenset[int], sums: dict[int, Tensor]
-) -> None:
+    p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor, found: tuple[Tensor, ...],
+    wanted: frozenset[int], sums: dict[int, Tensor],
+) -> None:  # fmt: skip
     walk = column_walk(p)
     values, kept = _problem_values(p, walk)
+    groups = _group_arguments(p, wanted, sums)
     blocks_per_tile = -(-walk.other_tile // LANES)
     blocks = -(-p.q_len // walk.other_tile) * blocks_per_tile
-    shape = (p.batch, p.heads, blocks)
-
-    def empty(*rest: int, dtype: torch.dtype = p.inner_dtype) -> Tensor:
-        return torch.empty((*shape, *rest), dtype=dtype)
-
-    rows: list[Tensor | None]
-    if by_matrices(p.dtype):
-        sizes = _padded(p.head_dim), _padded(p.v_dim)
-        lanes = [empty(d // 2, LANES, dtype=torch.int32) for d in sizes]
-        rows = [empty(LANES // 2, d, dtype=torch.int32) for d in sizes]
-        finite = empty(dtype=torch.uint8)
-    else:
-        width = 64 // p.inner_dtype.itemsize
-        lanes = [empty(p.head_dim, LANES), empty(p.v_dim, LANES)]
-        rows = [None if _serves(t, p) else empty(LANES, -(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
-        finite = None
-    groups = _groups(p, wanted)
+    layouts = _query_layouts(p, grad_out, blocks)
     chunks = 1 if wanted else chunk_count(p, walk)
-    dq_lanes = torch.zeros((chunks, *shape, _padded(p.head_dim), LANES), dtype=p.inner_dtype)
+    dq_lanes = torch.zeros((chunks, p.batch, p.heads, blocks, _padded(p.head_dim), LANES), dtype=p.inner_dtype)
     slope = slope_unit(p, wanted)
-    slots = 0 if p.score is None else len(p.score.captures)
-    pointers = (ctypes.c_void_p * max(1, len(groups) * slots))()
-    for k, t in sums.items():
-        for group in range(len(groups)):
-            pointers[group * slots + k] = t[group % len(t)].data_ptr()
-    offsets = (ctypes.c_int64 * (len(groups) + 1))()
-    items = (ctypes.c_int64 * max(1, p.batch * p.kv_heads))(*[item for group in groups for item in group])
-    for k, group in enumerate(groups):
-        offsets[k + 1] = offsets[k] + len(group)
     arguments = struct.pack(
-        BACKWARD, *values, *_tensor(output.out), *_tensor(grad_out),
-        output.lse.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), delta.data_ptr(), blocks, blocks_per_tile,
-        *(t.data_ptr() for t in lanes), *(0 if t is None else t.data_ptr() for t in (*rows, finite)), dq_lanes.data_ptr(), *(t.data_ptr() for t in gradients),
-        0 if slope is None else address_of(library_of(slope), "slope"), ctypes.addressof(pointers), slots,
-        chunks, len(groups) if wanted else chunks * p.batch * p.kv_heads, ctypes.addressof(offsets) if wanted else 0, ctypes.addressof(items),
+        BACKWARD, *values, *_tensor(output.out), *_tensor(grad_out), output.lse.data_ptr(), _address(grad_lse), delta.data_ptr(), blocks, blocks_per_tile,
+        *[_address(t) for t in layouts], dq_lanes.data_ptr(), *[t.data_ptr() for t in found], 0 if slope is None else address_of(library_of(slope), "slope"),
+        *groups.values[:2], chunks, *groups.values[2:],
     )  # fmt: skip
     _kernel("backward", p.dtype)(arguments)
     del kept
+
+
+def _query_layouts(p: Problem, grad_out: Tensor, blocks: int) -> list[Tensor | None]:
+    """Room for queries and output gradients as the products read them: by lanes, by rows (where their own do not serve), and whether they are finite."""
+
+    def empty(*rest: int, dtype: torch.dtype = p.inner_dtype) -> Tensor:
+        return torch.empty((p.batch, p.heads, blocks, *rest), dtype=dtype)
+
+    if by_matrices(p.dtype):
+        sizes = _padded(p.head_dim), _padded(p.v_dim)
+        pairs = [empty(d // 2, LANES, dtype=torch.int32) for d in sizes] + [empty(LANES // 2, d, dtype=torch.int32) for d in sizes]
+        return [*pairs, empty(dtype=torch.uint8)]
+    width = 64 // p.inner_dtype.itemsize
+    rows = [None if _serves(t, p) else empty(LANES, -(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
+    return [empty(p.head_dim, LANES), empty(p.v_dim, LANES), *rows, None]
+
+
+def _group_arguments(p: Problem, wanted: frozenset[int], sums: dict[int, Tensor]) -> Arguments:
+    """Where each group adds up the captures' gradients, how many captures there are, how many groups, and their items."""
+    if not wanted:
+        return Arguments((0, 0, chunk_count(p, column_walk(p)) * p.batch * p.kv_heads, 0, 0))
+    assert p.score is not None
+    groups, slots = _groups(p, wanted), len(p.score.captures)
+    pointers = (ctypes.c_void_p * (len(groups) * slots))()
+    offsets = (ctypes.c_int64 * (len(groups) + 1))()
+    items = (ctypes.c_int64 * (p.batch * p.kv_heads))(*[item for group in groups for item in group])
+    for g, group in enumerate(groups):
+        offsets[g + 1] = offsets[g] + len(group)
+        for slot, copies in sums.items():
+            pointers[g * slots + slot] = copies[g % len(copies)].data_ptr()
+    numbers = (ctypes.addressof(pointers), slots, len(groups), ctypes.addressof(offsets), ctypes.addressof(items))
+    return Arguments(numbers, (pointers, offsets, items))
 
 
 def _matrices(p: Problem) -> list[Tensor]:
@@ -177,6 +184,10 @@ def _problem_values(p: Problem, walk: Walk) -> tuple[list[Any], Any]:
 
 def _tensor(t: Tensor) -> tuple[int, ...]:
     return (t.data_ptr(), *t.stride())
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
 
 
 def _no_walk() -> Walk:

@@ -85,6 +85,10 @@ inline bool pack_rows(const bfloat* from, i64 row, i64 step, i64 count, i64 n, b
     return !infinite;
 }
 
+inline void clear_infinities(bfloat* x, i64 count) {
+    for (i64 k = 0; k < count; k++) x[k].bits = (x[k].bits & 0x7f80) == 0x7f80 ? (u16)0 : x[k].bits;
+}
+
 // Packed rows [64][width] as pairs of neighbouring rows [32][width]. Seen as words they are pairs of neighbouring features: turned over, those are
 // [width / 2][64], and pairs of rows turned over are the columns [width][64].
 inline void pairs_of_rows(const bfloat* rows, i64 width, u32* to) {

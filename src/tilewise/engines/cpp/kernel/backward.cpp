@@ -37,13 +37,14 @@ Block block_of(const Backward& f, i64 b, i64 h, i64 block) {
 }
 
 #ifdef MATRIX_UNIT
-// Rows as pairs of features, turned over [width / 2][LANES], and as pairs of rows [LANES / 2][width]. Says whether all are finite.
+// Rows as pairs of features, turned over [width / 2][LANES], and, without NaN and infinities, as pairs of rows [LANES / 2][width]. Says whether all are finite.
 bool pack_pairs(const bfloat* from, const i64* stride, i64 count, i64 n, u32* features, u32* rows) {
     const i64 width = padded(n, STEP);
     scratch.reserve((size_t)(LANES * width) * sizeof(bfloat));
     bfloat* packed = scratch.take<bfloat>(LANES * width);
     const bool finite = pack_rows(from, stride[2], stride[3], count, n, packed, width);
     transpose_words((const u32*)packed, width / 2, features, LANES, LANES, width / 2);
+    if (!finite) clear_infinities(packed, LANES * width);
     pairs_of_rows(packed, width, rows);
     return finite;
 }
@@ -92,13 +93,13 @@ struct KeyTile {
     bfloat *k_rows, *v_rows, *k_columns;  // [KEYS][padded d], [KEYS][padded dv], [padded d][KEYS]
     bfloat* tile_rows;                    // [KEYS][LANES] weights or ds
     u32* tile_pairs;                      // [KEYS / 2][LANES] ds
-    real *q_wide, *do_wide;               // [LANES][padded d], [LANES][padded dv], where NaN is about
 #endif
+    real *q_wide, *do_wide, *k_sound;  // [LANES][padded d], [LANES][padded dv], [KEYS][d], where there is NaN or infinity
 };
 
 KeyTile make_tile(const Problem& p) {
     const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
-    scratch.reserve((size_t)(KEYS * 5 * (dp + dvp) + 6 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 32 * 64);
+    scratch.reserve((size_t)(KEYS * 6 * (dp + dvp) + 6 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 32 * 64);
     KeyTile t;
     t.keys = scratch.take<real>(KEYS * p.d);
     t.values = scratch.take<real>(KEYS * p.dv);
@@ -115,9 +116,10 @@ KeyTile make_tile(const Problem& p) {
     t.k_columns = scratch.take<bfloat>(KEYS * dp);
     t.tile_rows = scratch.take<bfloat>(KEYS * LANES);
     t.tile_pairs = scratch.take<u32>(KEYS / 2 * LANES);
+#endif
     t.q_wide = scratch.take<real>(LANES * dp);
     t.do_wide = scratch.take<real>(LANES * dvp);
-#endif
+    t.k_sound = scratch.take<real>(KEYS * dp);
     return t;
 }
 
@@ -129,8 +131,8 @@ Rows<real> block_rows(const void* copies, const Tensor& t, const Block& k, i64 i
 }
 #endif
 
-// weight = P = exp(factor * final - lse), ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
-void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything, real factor) {
+// weight = P = exp(final - lse), ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
+void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything) {
     const Problem& p = f.problem;
     const i64 at = (k.b * p.heads + k.h) * p.n_q + k.first;
     real lse[LANES], delta[LANES];
@@ -148,7 +150,7 @@ void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, 
             for (i64 l = 0; l < LANES; l++) ds[l] = kept[l] ? ds[l] * scale : 0;
         for (i64 x = 0; x < LANES; x += WIDTH<real>) {
             const vec<real> score = load(s + x);
-            vec<real> w = exponential(score * spread(factor) - load(lse + x));
+            vec<real> w = exponential(score - load(lse + x));
             vec<real> g = w * (load(ds + x) - load(delta + x));
             if (!everything) {
                 w = score == -INFINITE<real> ? vec<real>{} : w;
@@ -174,22 +176,21 @@ void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq) {
     matrix_product(t.k_columns, KEYS, t.tile_pairs, LANES, dq, LANES, dp, LANES, depth, true);
 }
 #else
-void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
+void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq) {
     const Problem& p = f.problem;
     const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
     product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
     product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, 1, true);
-    product<real>(t.k.data, 1, t.k.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, true);
+    product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, true);
 }
 #endif
 
-// The same where NaN or infinity may stand in what is not attended.
-void grow_carefully(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
+// What the products left out: NaN and infinities that are attended.
+void grow_by_infinities(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
     const Problem& p = f.problem;
-    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
-    careful_product<real>(t.weight, t.final, LANES, 1, dout, t.dv, dvp, 1, n, p.dv, k.count, 1);
-    careful_product<real>(t.ds, t.final, LANES, 1, q, t.dk, dp, 1, n, p.d, k.count, 1);
-    careful_product<real>(t.ds, t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n, 1);
+    hear_infinities<real>(t.final, LANES, 1, dout, t.dv, padded(p.dv, WHOLE), 1, n, p.dv, k.count);
+    hear_infinities<real>(t.final, LANES, 1, q, t.dk, padded(p.d, WHOLE), 1, n, p.d, k.count);
+    hear_infinities<real>(t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n);
 }
 
 // One tile of keys against one block of queries.
@@ -201,32 +202,34 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
 #ifdef MATRIX_UNIT
     matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
     matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
+    for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
 #else
-    product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, 1, false);
+    product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
     product<real>(t.v.data, t.v.stride, 1, (const real*)f.do_lanes + item * p.dv * LANES, LANES, t.ds, LANES, n, LANES, p.dv, 1, false);
 #endif
-    real factor = (real)p.scale;
     if (scored) {
-        for (i64 x = 0; x < n * LANES; x++) t.final[x] = t.raw[x] *= factor;
-        factor = 1;
+        __builtin_memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
         apply(p.score.by_query, p.score, k.b, k.h, kv0, n, k.first, last, t.final);
     }
     if (masked) apply(p.mask.by_query, p.mask, k.b, k.h, kv0, n, k.first, last, t.final);
     if (k.count < LANES && scored)
         for (i64 j = 0; j < n; j++)
             for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
-    weights_and_slopes(f, t, k, kv0, n, !selective, factor);
+    weights_and_slopes(f, t, k, kv0, n, !selective);
     if (scored) ((Slope)f.slope)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
 #ifdef MATRIX_UNIT
-    if (!selective || (t.finite && f.finite[item])) return grow(f, t, item, n, dq);
+    grow(f, t, item, n, dq);
+    if (t.finite && f.finite[item]) return;
     const Rows<real> q{t.q_wide, dp}, dout{t.do_wide, dvp};
     widen_rows(place<bfloat>(p.query, k.b, k.h, k.first), p.query.stride[2], p.query.stride[3], k.count, p.d, t.q_wide, dp);
     widen_rows(place<bfloat>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, t.do_wide, dvp);
 #else
     const Rows<real> q = block_rows(f.q_rows, p.query, k, item, dp), dout = block_rows(f.do_rows, f.grad_out, k, item, dvp);
-    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, n, dq);
+    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, t.k, n, dq);
+    grow(f, t, k, without_infinities(q, k.count, p.d, t.q_wide, dp), without_infinities(dout, k.count, p.dv, t.do_wide, dvp),
+         without_infinities(t.k, n, p.d, t.k_sound, p.d), n, dq);
 #endif
-    grow_carefully(f, t, k, q, dout, n, dq);
+    grow_by_infinities(f, t, k, q, dout, n, dq);
 }
 
 // -- one stretch of keys -----------------------------------------------------------------------------------------------
@@ -241,7 +244,10 @@ void tile_of_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 row, i64 kv0
 #ifdef MATRIX_UNIT
     pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
     pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
-    pairs_of_rows(t.k_rows, dp, (u32*)t.dk);  // dk is not in use yet
+    bfloat* rows = (bfloat*)t.q_wide;  // q_wide and dk are not in use yet
+    __builtin_memcpy(rows, t.k_rows, (size_t)(KEYS * dp) * sizeof(bfloat));
+    if (!t.finite) clear_infinities(rows, KEYS * dp);
+    pairs_of_rows(rows, dp, (u32*)t.dk);
     transpose_words((const u32*)t.dk, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
     const MatrixUnit unit;
 #endif

@@ -38,13 +38,14 @@ template <typename E> void decode_part(void* context, i64 item) {
     const i64 split = item % f.splits, hk = item / f.splits % p.kv_heads, b = item / f.splits / p.kv_heads;
     const i64 ratio = p.heads / p.kv_heads, rows = ratio * p.n_q, per_split = padded((p.n_kv + f.splits - 1) / f.splits, KEYS);
     const i64 dp = padded(p.d, WIDTH<T>), dvp = padded(p.dv, WIDTH<T>);
-    scratch.reserve((size_t)(rows * (dp + dvp + 2) + KEYS * (dp + dvp) + 2 * KEYS) * sizeof(T) + 16 * 64 + LANES * KEYS);
+    scratch.reserve((size_t)(rows * (dp + dvp + 2) + KEYS * (dp + 2 * dvp) + 2 * KEYS) * sizeof(T) + 16 * 64 + LANES * KEYS);
     T* query = scratch.take<T>(rows * dp);
     T* acc = scratch.take<T>(rows * dvp);
     T* high = scratch.take<T>(rows);
     T* total = scratch.take<T>(rows);
     T* keys = scratch.take<T>(KEYS * dp);
     T* values = scratch.take<T>(KEYS * dvp);
+    T* clean = scratch.take<T>(KEYS * dvp);  // values without infinities and NaN
     T* s = scratch.take<T>(KEYS);
     T* final = scratch.take<T>(KEYS);
     uint8_t* kept = scratch.take<uint8_t>(LANES * KEYS);
@@ -58,7 +59,8 @@ template <typename E> void decode_part(void* context, i64 item) {
         const i64 n = at_most(KEYS, end - kv0);
         const Rows<T> k = rows_of<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
         const Rows<T> v = rows_of<E>(p.value, b, hk, kv0, n, p.dv, values, dvp);
-        const bool careful = (p.mask.by_key || p.score.by_key) && !all_finite(v, n, p.dv);
+        const bool spoilt = (p.mask.by_key || p.score.by_key) && !all_finite(v, n, p.dv);
+        const Rows<T> sound = spoilt ? without_infinities(v, n, p.dv, clean, dvp) : v;
         for (i64 r = 0; r < rows; r++) {
             const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
             for (i64 j = 0; j < KEYS; j++) {
@@ -78,7 +80,7 @@ template <typename E> void decode_part(void* context, i64 item) {
             if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
             if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
             for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;
-            if (careful) __builtin_memcpy(final, s, KEYS * sizeof(T));
+            if (spoilt) __builtin_memcpy(final, s, KEYS * sizeof(T));
             T top = high[r];
             for (i64 j = 0; j < n; j++) top = s[j] > top ? s[j] : top;
             const T base = top == -INFINITE<T> ? 0 : top;
@@ -98,10 +100,8 @@ template <typename E> void decode_part(void* context, i64 item) {
             T* row = acc + r * dvp;
             if (decay != 1)
                 for (i64 d = 0; d < dvp; d++) row[d] *= decay;
-            if (careful)
-                careful_product<T>(s, final, 0, 1, v, row, 0, 1, 1, p.dv, n, 1);
-            else
-                product<T>(s, 0, 1, v.data, v.stride, row, 0, 1, dvp, n, 1, true);
+            product<T>(s, 0, 1, sound.data, sound.stride, row, 0, 1, dvp, n, 1, true);
+            if (spoilt) hear_infinities<T>(final, 0, 1, v, row, 0, 1, 1, p.dv, n);
         }
     }
     T* part = (T*)f.parts + item * rows * (p.dv + 2);

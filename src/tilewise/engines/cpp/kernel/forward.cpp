@@ -26,14 +26,15 @@ struct QueryTile {  // the state of LANES queries
     real* scores;   // [KEYS][LANES]
     real* keys;     // [KEYS][d] where keys have to be copied
     real* values;   // [KEYS][dv]
-    real* final;    // [KEYS][LANES] scores before they become weights, where values are not finite
+    real* sound;    // [KEYS][dv] values without infinities and NaN, where there are some
+    real* final;    // [KEYS][LANES] scores before they become weights, there
     uint8_t* kept;  // [KEYS][LANES]
     u32* pairs;     // for the matrix unit: [d / 2][LANES] Q^T, then [KEYS / 2][LANES] weights
 };
 
 QueryTile make_tile(const Problem& p) {
     const i64 d = padded(p.d, 32), dv = padded(p.dv, 32);
-    const i64 numbers = (d + dv) * (LANES + KEYS) + 2 * KEYS * LANES + 3 * LANES + (d + KEYS) / 2 * LANES;
+    const i64 numbers = (d + dv) * (LANES + KEYS) + KEYS * dv + 2 * KEYS * LANES + 3 * LANES + (d + KEYS) / 2 * LANES;
     scratch.reserve((size_t)numbers * sizeof(real) + KEYS * LANES + 16 * 64);
     QueryTile t;
     t.q = scratch.take<real>(d * LANES);
@@ -44,6 +45,7 @@ QueryTile make_tile(const Problem& p) {
     t.scores = scratch.take<real>(KEYS * LANES);
     t.keys = scratch.take<real>(KEYS * p.d);
     t.values = scratch.take<real>(KEYS * p.dv);
+    t.sound = scratch.take<real>(KEYS * p.dv);
     t.final = scratch.take<real>(KEYS * LANES);
     t.kept = scratch.take<uint8_t>(KEYS * LANES);
     t.pairs = scratch.take<u32>((d + KEYS) / 2 * LANES);
@@ -63,15 +65,14 @@ void rebase(QueryTile& t, i64 dv) {
         for (i64 l = 0; l < LANES; l++) t.acc[d * LANES + l] *= decay[l];
 }
 
-// Scores, times a factor, become weights. They are measured from a base that follows the maximum only when it has fallen far behind, so that
+// Scores become weights. They are measured from a base that follows the maximum only when it has fallen far behind, so that
 // what was added up so far is seldom rescaled.
-void softmax_step(QueryTile& t, i64 n, i64 dv, real factor) {
-    const vec<real> times = spread(factor);
+void softmax_step(QueryTile& t, i64 n, i64 dv) {
     i32 behind = 0;
     for (i64 x = 0; x < LANES; x += WIDTH<real>) {
         vec<real> high = load(t.high + x);
         for (i64 j = 0; j < n; j++) {
-            const vec<real> s = load(t.scores + j * LANES + x) * times;
+            const vec<real> s = load(t.scores + j * LANES + x);
             high = s > high ? s : high;
         }
         store(t.high + x, high);
@@ -82,7 +83,7 @@ void softmax_step(QueryTile& t, i64 n, i64 dv, real factor) {
         const vec<real> at = load(t.base + x), base = at == -INFINITE<real> ? vec<real>{} : at;
         vec<real> sum{};
         for (i64 j = 0; j < n; j++) {
-            const vec<real> weight = exponential(load(t.scores + j * LANES + x) * times - base);
+            const vec<real> weight = exponential(load(t.scores + j * LANES + x) - base);
             store(t.scores + j * LANES + x, weight);
             sum += weight;
         }
@@ -90,17 +91,12 @@ void softmax_step(QueryTile& t, i64 n, i64 dv, real factor) {
     }
 }
 
-// The products q.k of the tile become weights, dropped out where that is asked for.
+// The tile's scaled products become weights, dropped out where that is asked for.
 void weigh(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked, bool keep_final) {
-    real factor = (real)p.scale;
-    if (p.score.by_query || !(factor > 0)) {  // a score sees scaled products; -inf stays what it is only times a positive number
-        for (i64 x = 0; x < n * LANES; x++) t.scores[x] *= factor;
-        factor = 1;
-    }
     if (p.score.by_query) apply(p.score.by_query, p.score, b, h, kv0, n, q0, q_last, t.scores);
     if (masked) apply(p.mask.by_query, p.mask, b, h, kv0, n, q0, q_last, t.scores);
     if (keep_final) __builtin_memcpy(t.final, t.scores, (size_t)(n * LANES) * sizeof(real));
-    softmax_step(t, n, p.dv, factor);
+    softmax_step(t, n, p.dv);
     if (!p.threshold) return;
     keep_tile(p, b, h, q0, kv0, n, t.kept);
     for (i64 k = 0; k < n * LANES; k++) t.scores[k] = t.kept[k] ? t.scores[k] : 0;
@@ -112,27 +108,29 @@ void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_la
     t.has_q = true;
     const Rows<real> keys = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
     const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
-    const bool careful = (masked || p.score.by_query) && !all_finite(values, n, p.dv);
-    product<real>(keys.data, keys.stride, 1, t.q, LANES, t.scores, LANES, n, LANES, p.d, 1, false);
-    weigh(p, t, b, h, q0, q_last, kv0, n, masked, careful);
-    if (careful)
-        careful_product<real>(t.scores, t.final, 1, LANES, values, t.acc, 1, LANES, LANES, p.dv, n, 1);
-    else
-        product<real>(values.data, 1, values.stride, t.scores, LANES, t.acc, LANES, p.dv, LANES, n, 1, true);
+    const bool spoilt = (masked || p.score.by_query) && !all_finite(values, n, p.dv);
+    const Rows<real> sound = spoilt ? without_infinities(values, n, p.dv, t.sound, p.dv) : values;
+    product<real>(keys.data, keys.stride, 1, t.q, LANES, t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
+    weigh(p, t, b, h, q0, q_last, kv0, n, masked, spoilt);
+    product<real>(sound.data, 1, sound.stride, t.scores, LANES, t.acc, LANES, p.dv, LANES, n, 1, true);
+    if (spoilt) hear_infinities<real>(t.final, 1, LANES, values, t.acc, 1, LANES, LANES, p.dv, n);
 }
 
 #ifdef MATRIX_UNIT
-// The same on the matrix unit; false where it cannot be: a stretch that begins inside a block, or NaN that must not be heard.
+// The same on the matrix unit; false for a stretch that begins inside a block.
 bool attend_block_by_matrices(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
     const Problem& p = f.problem;
     const i64 hk = h / (p.heads / p.kv_heads), block = (b * p.kv_heads + hk) * ((p.n_kv + KEYS - 1) / KEYS) + kv0 / KEYS;
-    if (!f.keys.rows || kv0 % KEYS || ((masked || p.score.by_query) && !f.keys.finite[block])) return false;
+    if (!f.keys.rows || kv0 % KEYS) return false;
     const i64 d = padded(p.d, STEP), dv = padded(p.dv, STEP), depth = padded(n, STEP);
+    const bool spoilt = !f.keys.finite[block];
     u32* weights = t.pairs + d / 2 * LANES;
     matrix_product((const bfloat*)f.keys.rows + block * KEYS * d, d, t.pairs, LANES, t.scores, LANES, depth, LANES, d, false);
-    weigh(p, t, b, h, q0, q_last, kv0, n, masked, false);
+    for (i64 x = 0; x < n * LANES; x++) t.scores[x] *= (real)p.scale;
+    weigh(p, t, b, h, q0, q_last, kv0, n, masked, spoilt);
     pairs_of_tile(t.scores, n, weights);
     matrix_product((const bfloat*)f.keys.transposed + block * dv * KEYS, KEYS, weights, LANES, t.acc, LANES, dv, LANES, depth, true);
+    if (spoilt) hear_infinities<real>(t.final, 1, LANES, rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv), t.acc, 1, LANES, LANES, p.dv, n);
     return true;
 }
 
@@ -146,6 +144,7 @@ void pack_keys(void* context, i64 item) {
     u32* pairs = scratch.take<u32>(KEYS / 2 * dv);
     pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, (bfloat*)f.keys.rows + item * KEYS * d, d);
     f.keys.finite[item] = pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, rows, dv);
+    if (!f.keys.finite[item]) clear_infinities(rows, KEYS * dv);
     pairs_of_rows(rows, dv, pairs);
     transpose_words(pairs, dv, (u32*)f.keys.transposed + item * dv * KEYS / 2, KEYS / 2, KEYS / 2, dv);
 }

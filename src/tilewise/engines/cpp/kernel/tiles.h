@@ -135,20 +135,25 @@ template <typename T> bool all_finite(Rows<T> rows, i64 count, i64 n) {
     return off == 0;
 }
 
-// The product in which what is not attended cannot be heard: 0 * NaN is NaN, so it is left out. What is attended is heard whatever its weight.
-// c[i * c_row + x * c_step] += alpha * sum over k of weight(i, k) * values[k][x], where final(i, k) is not -inf.
-template <typename T>
-void careful_product(const T* weight, const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i64 c_row, i64 c_step, i64 n_rows, i64 n_columns, i64 n_k,
-                     T alpha) {
-    for (i64 i = 0; i < n_rows; i++)
+// 0 * NaN is NaN, so what is not attended must not enter a product. Where a tile holds NaN or infinity, the product is taken of rows in which they are 0,
+// and those that are attended are added afterwards, whatever their weight.
+template <typename T> Rows<T> without_infinities(Rows<T> rows, i64 count, i64 n, T* to, i64 width) {
+    for (i64 i = 0; i < count; i++)
+        for (i64 d = 0; d < width; d++) {
+            const T x = d < n ? rows.data[i * rows.stride + d] : 0;
+            to[i * width + d] = x - x == 0 ? x : 0;
+        }
+    return {to, width};
+}
+
+// c[i * c_row + x * c_step] += every values[k][x] that is not finite and where final[i * by_i + k * by_k] is not -inf
+template <typename T> void hear_infinities(const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i64 c_row, i64 c_step, i64 n_rows, i64 n_columns, i64 n_k) {
+    for (i64 k = 0; k < n_k; k++)
         for (i64 x = 0; x < n_columns; x++) {
-            T sum = 0;
-            for (i64 k = 0; k < n_k; k++) {
-                const i64 at = i * by_i + k * by_k;
-                const T value = values.data[k * values.stride + x];
-                if (final[at] != -INFINITE<T>) sum += value - value == 0 ? weight[at] * value : value;
-            }
-            c[i * c_row + x * c_step] += alpha * sum;
+            const T value = values.data[k * values.stride + x];
+            if (value - value == 0) continue;
+            for (i64 i = 0; i < n_rows; i++)
+                if (final[i * by_i + k * by_k] != -INFINITE<T>) c[i * c_row + x * c_step] += value;
         }
 }
 
