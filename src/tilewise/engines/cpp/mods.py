@@ -79,13 +79,18 @@ def program_arguments(call: Call | None, unit: Unit | None) -> Arguments:
     if call is None or unit is None:
         return ABSENT
     library = library_of(unit)
+    arrays = call_arrays(call)
+    return Arguments((address_of(library, "by_query"), address_of(library, "by_key"), *arrays.values), arrays.kept)
+
+
+def call_arrays(call: Call) -> Arguments:
+    """Pointers to the captures, ints, floats, and the captures' sizes and strides."""
     captures = (ctypes.c_void_p * len(call.captures))(*[t.data_ptr() for t in call.captures])
     ints = (ctypes.c_int64 * len(call.ints))(*call.ints)
     floats = (ctypes.c_double * len(call.floats))(*call.floats)
     places = [x for t in call.captures for x in (*t.shape, *t.stride())]
-    numbers = (ctypes.c_int64 * len(places))(*places)
-    kept = (captures, ints, floats, numbers)
-    return Arguments((address_of(library, "by_query"), address_of(library, "by_key"), *(ctypes.addressof(k) for k in kept)), kept)
+    kept = (captures, ints, floats, (ctypes.c_int64 * len(places))(*places))
+    return Arguments(tuple([ctypes.addressof(k) for k in kept]), kept)
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:

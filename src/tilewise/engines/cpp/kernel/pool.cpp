@@ -47,7 +47,7 @@ void* work(void* number) {
         pthread_mutex_unlock(&pool.mutex);
         drain();
         pthread_mutex_lock(&pool.mutex);
-        if (--pool.running == 0) pthread_cond_signal(&pool.done);
+        if (__atomic_sub_fetch(&pool.running, 1, __ATOMIC_ACQ_REL) == 0) pthread_cond_signal(&pool.done);
     }
     return nullptr;
 }
