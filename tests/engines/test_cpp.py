@@ -72,9 +72,8 @@ def everything(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Output and gradients of a problem with an uneven map, dropout and a learned table that every head adds to."""
     table = torch.linspace(-1, 1, 31, dtype=torch.float32).requires_grad_()
     q, k, v = q_k_v(4, 300, 32, dtype)
-    out, lse = tw.attention(
-        q, k, v, mask=masks.causal & masks.sliding_window(150), score=lambda s, b, h, i, j: s + table[(i - j) % 31], dropout_p=0.1, seed=3, return_lse=True, backend="cpp"
-    )
+    mask, options = masks.causal & masks.sliding_window(150), {"dropout_p": 0.1, "seed": 3, "return_lse": True}
+    out, lse = tw.attention(q, k, v, mask=mask, score=lambda s, b, h, i, j: s + table[(i - j) % 31], backend="cpp", **options)
     return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], [q, k, v, table], [torch.ones_like(out), torch.ones_like(lse)])]
 
 

@@ -1,6 +1,5 @@
 """The C++ engine: kernels for the processor it runs on, compiled when first needed, with masks and scores as generated functions."""
 
-import torch
 from torch import Tensor
 
 from tilewise import store
@@ -41,7 +40,6 @@ SLOWER = "until then CPUs are served by tiles of plain torch operations, which i
 _missing: list[str | None] = []
 
 
-@torch.compiler.assume_constant_result
 def missing() -> str | None:
     """Why C++ cannot be compiled here, or None; found out once, by building the smallest part, which every kernel needs."""
     if not _missing:
@@ -56,6 +54,9 @@ def missing() -> str | None:
             store.warn_once(f"{error}; {SLOWER}")
             _missing.append(str(error))
     return _missing[0]
+
+
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
 
 
 def _instead(error: Exception) -> Engine:
