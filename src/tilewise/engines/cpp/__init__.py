@@ -45,7 +45,7 @@ def missing() -> str | None:
     if not _missing:
         from tilewise.engines.cpp.compiler import CompilerError
         from tilewise.engines.cpp.libraries import library_of
-        from tilewise.engines.cpp.run import POOL
+        from tilewise.engines.cpp.threads import POOL
 
         try:
             library_of(POOL)

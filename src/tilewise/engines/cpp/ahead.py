@@ -2,7 +2,8 @@
 
 from tilewise.engines.cpp.libraries import Unit, parts_of
 from tilewise.engines.cpp.mods import mask_unit, score_unit, slope_unit
-from tilewise.engines.cpp.run import POOL, kernel_unit
+from tilewise.engines.cpp.run import kernel_unit
+from tilewise.engines.cpp.threads import POOL
 from tilewise.problem import Problem
 
 

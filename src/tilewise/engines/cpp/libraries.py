@@ -90,3 +90,9 @@ def _load(data: bytes) -> ctypes.CDLL:
             with suppress(OSError):
                 os.unlink(file.name)
     raise CompilerError(f"a compiled kernel could not be loaded: {'; '.join(reasons)}")
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int:
+    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert found is not None
+    return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, mask_source, score_source, slope_source
-from tilewise.engines.cpp.libraries import Unit, library_of
+from tilewise.engines.cpp.libraries import Unit, address_of, library_of
 from tilewise.lang import Call, Program, derive
 from tilewise.problem import Problem
 
@@ -91,9 +91,3 @@ def call_arrays(call: Call) -> Arguments:
     places = [x for t in call.captures for x in (*t.shape, *t.stride())]
     kept = (captures, ints, floats, (ctypes.c_int64 * len(places))(*places))
     return Arguments(tuple([ctypes.addressof(k) for k in kept]), kept)
-
-
-def address_of(library: ctypes.CDLL, name: str) -> int:
-    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert found is not None
-    return found

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.base import Gradients, Output, like_query, scalar_seed
-from tilewise.engines.cpp import matrix_unit
+from tilewise.engines.cpp import matrix_unit, threads
 from tilewise.engines.cpp.compiler import FOR_KERNELS
-from tilewise.engines.cpp.libraries import Unit, library_of
-from tilewise.engines.cpp.mods import Arguments, address_of, mask_unit, program_arguments, score_unit, slope_unit
+from tilewise.engines.cpp.libraries import Unit, address_of, library_of
+from tilewise.engines.cpp.mods import Arguments, mask_unit, program_arguments, score_unit, slope_unit
 from tilewise.engines.cpp.walks import KEYS, LANES, Walk, column_walk, row_walk
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.lang import derive
@@ -41,14 +41,6 @@ def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
 def by_matrices(dtype: torch.dtype) -> bool:
     """Whether products run on the processor's matrix unit."""
     return dtype == torch.bfloat16 and matrix_unit.usable()
-
-
-POOL = Unit('#include "pool.cpp"\n', FOR_KERNELS)
-
-
-@lru_cache(maxsize=1)
-def _pool() -> int:
-    return address_of(library_of(POOL), "tilewise_run")
 
 
 @lru_cache(maxsize=16)
@@ -175,7 +167,7 @@ def _problem_values(p: Problem, walk: Walk) -> tuple[list[Any], Any]:
     sinks = None if p.sinks is None else p.sinks.to(p.inner_dtype).contiguous()
     dropped = p.dropout_p > 0
     values = [
-        _pool(), torch.get_num_threads(), p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.v_dim,
+        threads.pool(), torch.get_num_threads(), p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.v_dim,
         *_tensor(p.query), *_tensor(p.key), *_tensor(p.value), *walk.values, *mask.values, *score.values, 0 if sinks is None else sinks.data_ptr(),
         float(p.scale), keep_scale(p.dropout_p) if dropped else 1.0, threshold(p.dropout_p), scalar_seed(p) if dropped else 0,
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-// Threads that wait for work. One pool serves every kernel of the process.
+// The threads that kernels run on: those of torch's own OpenMP, which are awake after torch's last operation and would otherwise stand in the way;
+// where there are none, threads of its own that wait for work. One pool serves every kernel of the process.
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
@@ -85,12 +86,44 @@ void leave() {
     pthread_mutex_unlock(&entrance);
 }
 
+// -- torch's threads ---------------------------------------------------------------------------------------------------
+
+typedef void (*Team)(void (*body)(void*), void* context, unsigned threads, unsigned flags);  // libgomp's GOMP_parallel
+
+Team team;
+pid_t team_owner;  // OpenMP does not survive a fork
+
+struct Job {
+    Body body;
+    void* context;
+    i64 items, next;
+};
+
+void take_part(void* context) {
+    Job& job = *(Job*)context;
+    for (;;) {
+        const i64 item = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED);
+        if (item >= job.items) return;
+        job.body(job.context, item);
+    }
+}
+
 }  // namespace
+
+extern "C" __attribute__((visibility("default"))) void tilewise_use_team(void* function) {
+    team = (Team)function;
+    team_owner = getpid();
+}
 
 // body(context, item) for every item from 0. Items are begun in order. A second caller meanwhile does its work alone.
 extern "C" __attribute__((visibility("default"))) void tilewise_run(Body body, void* context, i64 items, i64 threads) {
     if (threads > items) threads = items;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads > 1 && team && team_owner == getpid()) {
+        Job job{body, context, items, 0};
+        team(take_part, &job, (unsigned)threads, 0);
+        return;
+    }
     if (threads <= 1 || !enter()) {
         for (i64 item = 0; item < items; item++) body(context, item);
         return;
