@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,16 +79,30 @@ ABSENT = Arguments((0,) * 6)
 def program_arguments(call: Call | None, unit: Unit | None) -> Arguments:
     if call is None or unit is None:
         return ABSENT
+    arrays = call_arrays(call) if call.captures else _without_captures(call.ints, call.floats)
+    return Arguments((*_addresses(unit), *arrays.values), arrays.kept)
+
+
+@lru_cache(maxsize=1024)
+def _addresses(unit: Unit) -> tuple[int, int]:
     library = library_of(unit)
-    arrays = call_arrays(call)
-    return Arguments((address_of(library, "by_query"), address_of(library, "by_key"), *arrays.values), arrays.kept)
+    return address_of(library, "by_query"), address_of(library, "by_key")
+
+
+@lru_cache(maxsize=256)
+def _without_captures(ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
+    return _arrays((), ints, floats)
 
 
 def call_arrays(call: Call) -> Arguments:
     """Pointers to the captures, ints, floats, and the captures' sizes and strides."""
-    captures = (ctypes.c_void_p * len(call.captures))(*[t.data_ptr() for t in call.captures])
-    ints = (ctypes.c_int64 * len(call.ints))(*call.ints)
-    floats = (ctypes.c_double * len(call.floats))(*call.floats)
-    places = [x for t in call.captures for x in (*t.shape, *t.stride())]
-    kept = (captures, ints, floats, (ctypes.c_int64 * len(places))(*places))
+    return _arrays(call.captures, call.ints, call.floats)
+
+
+def _arrays(tensors: tuple[Tensor, ...], ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
+    places = [x for t in tensors for x in (*t.shape, *t.stride())]
+    kept = (
+        (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]), (ctypes.c_int64 * len(ints))(*ints),
+        (ctypes.c_double * len(floats))(*floats), (ctypes.c_int64 * len(places))(*places),
+    )  # fmt: skip
     return Arguments(tuple([ctypes.addressof(k) for k in kept]), kept)

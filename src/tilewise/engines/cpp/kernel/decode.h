@@ -25,9 +25,45 @@ template <typename T> Ending<T> ending(T from, T total, const T* sink, T keep_sc
 }
 
 template <typename T> INLINE T sum_of(vec<T> v) {
-    T sum = 0;
-    for (int l = 0; l < WIDTH<T>; l++) sum += v[l];
+    T lane[WIDTH<T>], sum = 0;
+    store(lane, v);
+#pragma omp simd reduction(+ : sum)
+    for (int l = 0; l < WIDTH<T>; l++) sum += lane[l];
     return sum;
+}
+
+// s[j] = scale * query . keys[j], G keys at a time so that a vector of the query is loaded once for them
+template <typename T, int G> void dots(const T* query, Rows<T> keys, i64 n, i64 d, T scale, T* s) {
+    i64 j = 0;
+    for (; j + G <= n; j += G) {
+        vec<T> sum[G] = {};
+        for (i64 x = 0; x < d; x += WIDTH<T>) {
+            const vec<T> q = load(query + x);
+#pragma GCC unroll 8
+            for (int g = 0; g < G; g++) sum[g] += q * load(keys.data + (j + g) * keys.stride + x);
+        }
+#pragma GCC unroll 8
+        for (int g = 0; g < G; g++) s[j + g] = scale * sum_of<T>(sum[g]);
+    }
+    if constexpr (G > 1)
+        if (j < n) dots<T, 1>(query, {keys.data + j * keys.stride, keys.stride}, n - j, d, scale, s + j);
+}
+
+// Scores of a row become weights; what its sum and values have to be multiplied by is returned.
+template <typename T> T softmax_of(T* s, T& high, T& total) {
+    T top = high;
+#pragma omp simd reduction(max : top)
+    for (i64 j = 0; j < KEYS; j++) top = s[j] > top ? s[j] : top;
+    const T base = top == -INFINITE<T> ? 0 : top, decay = exponent_of(high - base);
+    vec<T> sum{};
+    for (i64 j = 0; j < KEYS; j += WIDTH<T>) {
+        const vec<T> weight = exponential(load(s + j) - base);
+        store(s + j, weight);
+        sum += weight;
+    }
+    total = total * decay + sum_of<T>(sum);
+    high = top;
+    return decay;
 }
 
 // One part of the keys for the rows (query heads of one key head, times queries): acc, highest score and sum of weights.
@@ -38,16 +74,16 @@ template <typename E> void decode_part(void* context, i64 item) {
     const i64 split = item % f.splits, hk = item / f.splits % p.kv_heads, b = item / f.splits / p.kv_heads;
     const i64 ratio = p.heads / p.kv_heads, rows = ratio * p.n_q, per_split = padded((p.n_kv + f.splits - 1) / f.splits, KEYS);
     const i64 dp = padded(p.d, WIDTH<T>), dvp = padded(p.dv, WIDTH<T>);
-    scratch.reserve((size_t)(rows * (dp + dvp + 2) + KEYS * (dp + 2 * dvp) + 2 * KEYS) * sizeof(T) + 16 * 64 + LANES * KEYS);
+    scratch.reserve((size_t)(rows * (dp + dvp + 2 + 2 * KEYS) + KEYS * (dp + 2 * dvp)) * sizeof(T) + 16 * 64 + LANES * KEYS);
     T* query = scratch.take<T>(rows * dp);
     T* acc = scratch.take<T>(rows * dvp);
     T* high = scratch.take<T>(rows);
     T* total = scratch.take<T>(rows);
     T* keys = scratch.take<T>(KEYS * dp);
     T* values = scratch.take<T>(KEYS * dvp);
-    T* clean = scratch.take<T>(KEYS * dvp);  // values without infinities and NaN
-    T* s = scratch.take<T>(KEYS);
-    T* final = scratch.take<T>(KEYS);
+    T* clean = scratch.take<T>(KEYS * dvp);       // values without infinities and NaN
+    T* weights = scratch.take<T>(rows * KEYS);    // scores, then weights
+    T* final = scratch.take<T>(rows * KEYS);      // scores, where values are not finite
     uint8_t* kept = scratch.take<uint8_t>(LANES * KEYS);
     for (i64 r = 0; r < rows; r++) {
         widen_rows(place<E>(p.query, b, hk * ratio + r / p.n_q, r % p.n_q), 0, p.query.stride[3], 1, p.d, query + r * dp, dp);
@@ -63,46 +99,22 @@ template <typename E> void decode_part(void* context, i64 item) {
         const Rows<T> sound = spoilt ? without_infinities(v, n, p.dv, clean, dvp) : v;
         for (i64 r = 0; r < rows; r++) {
             const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
-            for (i64 j = 0; j < KEYS; j++) {
-                if (j >= n) {
-                    s[j] = -INFINITE<T>;
-                    continue;
-                }
-                vec<T> sum{}, other{};
-                i64 d = 0;
-                for (; d + 2 * WIDTH<T> <= dp; d += 2 * WIDTH<T>) {
-                    sum = load(query + r * dp + d) * load(k.data + j * k.stride + d) + sum;
-                    other = load(query + r * dp + d + WIDTH<T>) * load(k.data + j * k.stride + d + WIDTH<T>) + other;
-                }
-                for (; d < dp; d += WIDTH<T>) sum = load(query + r * dp + d) * load(k.data + j * k.stride + d) + sum;
-                s[j] = (T)p.scale * sum_of<T>(sum + other);
-            }
+            T* s = weights + r * KEYS;
+            dots<T, 8>(query + r * dp, k, n, dp, (T)p.scale, s);
             if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
             if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
             for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;
-            if (spoilt) __builtin_memcpy(final, s, KEYS * sizeof(T));
-            T top = high[r];
-            for (i64 j = 0; j < n; j++) top = s[j] > top ? s[j] : top;
-            const T base = top == -INFINITE<T> ? 0 : top;
-            vec<T> sum{};
-            for (i64 j = 0; j < KEYS; j += WIDTH<T>) {
-                const vec<T> weight = exponential(load(s + j) - base);
-                store(s + j, weight);
-                sum += weight;
-            }
-            const T decay = exponent_of(high[r] - base);
-            total[r] = total[r] * decay + sum_of<T>(sum);
-            high[r] = top;
+            if (spoilt) __builtin_memcpy(final + r * KEYS, s, KEYS * sizeof(T));
+            const T decay = softmax_of(s, high[r], total[r]);
+            if (decay != 1)
+                for (i64 d = 0; d < dvp; d++) acc[r * dvp + d] *= decay;
             if (p.threshold) {
                 keep_tile(p, b, h, q, kv0, n, kept);
                 for (i64 j = 0; j < n; j++) s[j] = kept[j * LANES] ? s[j] : 0;
             }
-            T* row = acc + r * dvp;
-            if (decay != 1)
-                for (i64 d = 0; d < dvp; d++) row[d] *= decay;
-            product<T>(s, 0, 1, sound.data, sound.stride, row, 0, 1, dvp, n, 1, true);
-            if (spoilt) hear_infinities<T>(final, 0, 1, v, row, 0, 1, 1, p.dv, n);
         }
+        product<T>(weights, KEYS, 1, sound.data, sound.stride, acc, dvp, rows, dvp, n, 1, true);
+        if (spoilt) hear_infinities<T>(final, KEYS, 1, v, acc, dvp, 1, rows, p.dv, n);
     }
     T* part = (T*)f.parts + item * rows * (p.dv + 2);
     for (i64 r = 0; r < rows; r++, part += p.dv + 2) {
