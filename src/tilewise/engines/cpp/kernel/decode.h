@@ -32,21 +32,26 @@ template <typename T> INLINE T sum_of(vec<T> v) {
     return sum;
 }
 
-// s[j] = scale * query . keys[j], G keys at a time so that a vector of the query is loaded once for them
-template <typename T, int G> void dots(const T* query, Rows<T> keys, i64 n, i64 d, T scale, T* s) {
-    i64 j = 0;
-    for (; j + G <= n; j += G) {
-        vec<T> sum[G] = {};
-        for (i64 x = 0; x < d; x += WIDTH<T>) {
-            const vec<T> q = load(query + x);
-#pragma GCC unroll 8
-            for (int g = 0; g < G; g++) sum[g] += q * load(keys.data + (j + g) * keys.stride + x);
+// s[j] = scale * query . keys[j] for up to KEYS keys, as many at a time as a vector has lanes, four of them for one load of the query
+template <typename T, typename E> void dots(const T* query, Rows<E> keys, i64 n, i64 d, T scale, T* s) {
+    for (i64 j = 0; j < n; j += WIDTH<T>) {
+        vec<T> sum[WIDTH<T>];
+        for (i64 g = 0; g < WIDTH<T>; g += 4) {
+            const E* key[4];
+            for (int i = 0; i < 4; i++) key[i] = keys.data + at_most(j + g + i, n - 1) * keys.stride;
+            vec<T> a{}, b{}, c{}, e{};
+            for (i64 x = 0; x < d; x += WIDTH<T>) {
+                const vec<T> q = load(query + x);
+                a += q * load_wide(key[0] + x);
+                b += q * load_wide(key[1] + x);
+                c += q * load_wide(key[2] + x);
+                e += q * load_wide(key[3] + x);
+            }
+            sum[g] = a, sum[g + 1] = b, sum[g + 2] = c, sum[g + 3] = e;
         }
-#pragma GCC unroll 8
-        for (int g = 0; g < G; g++) s[j + g] = scale * sum_of<T>(sum[g]);
+        sums_of(sum, s + j);
     }
-    if constexpr (G > 1)
-        if (j < n) dots<T, 1>(query, {keys.data + j * keys.stride, keys.stride}, n - j, d, scale, s + j);
+    for (i64 j = 0; j < n; j++) s[j] *= scale;
 }
 
 // Scores of a row become weights; what its sum and values have to be multiplied by is returned.
@@ -64,6 +69,23 @@ template <typename T> T softmax_of(T* s, T& high, T& total) {
     total = total * decay + sum_of<T>(sum);
     high = top;
     return decay;
+}
+
+template <typename E, typename T> Rows<T> widened(const Tensor& t, i64 b, i64 h, i64 first, i64 count, i64 n, T* to, i64 width) {
+    widen_rows(place<E>(t, b, h, first), t.stride[2], t.stride[3], count, n, to, width);
+    return {to, width};
+}
+
+template <typename E> bool rows_are_finite(const Tensor& t, i64 b, i64 h, i64 first, i64 count, i64 n) {
+    typename computed<E>::type off = 0;
+    for (i64 j = 0; j < count; j++) {
+        const E* row = place<E>(t, b, h, first + j);
+        typename computed<E>::type here = 0;
+#pragma omp simd reduction(+ : here)
+        for (i64 d = 0; d < n; d++) here += widen(row[d]) - widen(row[d]);
+        off += here;
+    }
+    return off == 0;
 }
 
 // One part of the keys for the rows (query heads of one key head, times queries): acc, highest score and sum of weights.
@@ -91,16 +113,21 @@ template <typename E> void decode_part(void* context, i64 item) {
     }
     __builtin_memset(acc, 0, (size_t)(rows * dvp) * sizeof(T));
     const i64 end = at_most((split + 1) * per_split, p.n_kv);
+    const bool selective = p.mask.by_key || p.score.by_key;
+    const bool whole = dp == p.d && dvp == p.dv && p.key.stride[3] == 1 && p.value.stride[3] == 1;  // rows are read where they lie
     for (i64 kv0 = split * per_split; kv0 < end; kv0 += KEYS) {
         const i64 n = at_most(KEYS, end - kv0);
-        const Rows<T> k = rows_of<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
-        const Rows<T> v = rows_of<E>(p.value, b, hk, kv0, n, p.dv, values, dvp);
-        const bool spoilt = (p.mask.by_key || p.score.by_key) && !all_finite(v, n, p.dv);
-        const Rows<T> sound = spoilt ? without_infinities(v, n, p.dv, clean, dvp) : v;
+        const bool copied = !whole || (selective && !rows_are_finite<E>(p.value, b, hk, kv0, n, p.dv));
+        const Rows<T> v = copied ? widened<E>(p.value, b, hk, kv0, n, p.dv, values, dvp) : Rows<T>{};
+        const bool spoilt = copied && selective && !all_finite(v, n, p.dv);
+        const Rows<T> k = whole ? Rows<T>{} : widened<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
         for (i64 r = 0; r < rows; r++) {
             const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
             T* s = weights + r * KEYS;
-            dots<T, 8>(query + r * dp, k, n, dp, (T)p.scale, s);
+            if (whole)
+                dots(query + r * dp, Rows<E>{place<E>(p.key, b, hk, kv0), p.key.stride[2]}, n, dp, (T)p.scale, s);
+            else
+                dots(query + r * dp, k, n, dp, (T)p.scale, s);
             if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
             if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
             for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;
@@ -113,7 +140,12 @@ template <typename E> void decode_part(void* context, i64 item) {
                 for (i64 j = 0; j < n; j++) s[j] = kept[j * LANES] ? s[j] : 0;
             }
         }
-        product<T>(weights, KEYS, 1, sound.data, sound.stride, acc, dvp, rows, dvp, n, 1, true);
+        if (copied) {
+            const Rows<T> sound = spoilt ? without_infinities(v, n, p.dv, clean, dvp) : v;
+            product<T>(weights, KEYS, 1, sound.data, sound.stride, acc, dvp, rows, dvp, n, 1, true);
+        } else {
+            product<T>(weights, KEYS, 1, place<E>(p.value, b, hk, kv0), p.value.stride[2], acc, dvp, rows, dvp, n, 1, true);
+        }
         if (spoilt) hear_infinities<T>(final, KEYS, 1, v, acc, dvp, 1, rows, p.dv, n);
     }
     T* part = (T*)f.parts + item * rows * (p.dv + 2);

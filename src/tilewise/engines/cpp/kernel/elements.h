@@ -41,3 +41,19 @@ INLINE void narrow(float x, half& to) {
     const u32 large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
     to.bits = (u16)(sign | (magnitude >= 0x47800000 ? large : magnitude < 0x38800000 ? small : normal > 0x7c00 ? 0x7c00 : normal));
 }
+
+// A vector's worth of elements in the computed type.
+INLINE vec<float> load_wide(const float* p) { return load(p); }
+INLINE vec<double> load_wide(const double* p) { return load(p); }
+INLINE vec<float> load_wide(const bfloat* p) {
+    typedef u16 halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+    typedef u32 words __attribute__((vector_size(VECTOR_BYTES)));
+    halves bits;
+    __builtin_memcpy(&bits, p, sizeof bits);
+    return (vec<float>)(__builtin_convertvector(bits, words) << 16);
+}
+INLINE vec<float> load_wide(const half* p) {
+    float lane[WIDTH<float>];
+    for (int l = 0; l < WIDTH<float>; l++) lane[l] = widen(p[l]);
+    return load(lane);
+}

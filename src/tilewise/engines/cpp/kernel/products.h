@@ -1,17 +1,17 @@
 // Products of small matrices, held in registers block by block. (Kernels are compiled with contraction: a * b + c is one operation where the
 // machine has it.)
 #pragma once
-#include "vectors.h"
+#include "elements.h"
 
 // C[i][x] = alpha * sum over k of A[i * a_row + k * a_step] * B[k * b_row + x]  (+ C[i][x] if `add`)
-// for R rows i and X vectors of columns x.
-template <typename T, int R, int X>
-__attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, const T* b, i64 b_row, T* c, i64 c_row, i64 n_k, T alpha, bool add) {
+// for R rows i and X vectors of columns x. B may be of a narrower type E.
+template <typename T, int R, int X, typename E>
+__attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_k, T alpha, bool add) {
     vec<T> sum[R][X] = {};
     for (i64 k = 0; k < n_k; k++, a += a_step, b += b_row) {
         vec<T> column[X];
 #pragma GCC unroll 8
-        for (int x = 0; x < X; x++) column[x] = load(b + x * WIDTH<T>);
+        for (int x = 0; x < X; x++) column[x] = load_wide(b + x * WIDTH<T>);
 #pragma GCC unroll 8
         for (int i = 0; i < R; i++) {
             const vec<T> one = spread(a[i * a_row]);
@@ -29,8 +29,8 @@ __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, 
         }
 }
 
-template <typename T, int X>
-void product_columns(const T* a, i64 a_row, i64 a_step, const T* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
+template <typename T, int X, typename E>
+void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
     i64 i = 0;
     for (; i + BLOCK_ROWS <= n_rows; i += BLOCK_ROWS) product_block<T, BLOCK_ROWS, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
     for (; i + 4 <= n_rows; i += 4) product_block<T, 4, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
@@ -39,8 +39,8 @@ void product_columns(const T* a, i64 a_row, i64 a_step, const T* b, i64 b_row, T
 }
 
 // The same for n_columns columns, a multiple of the vector's width.
-template <typename T>
-void product(const T* a, i64 a_row, i64 a_step, const T* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
+template <typename T, typename E = T>
+void product(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
     constexpr int wide = BLOCK_VECTORS * WIDTH<T>;
     i64 x = 0;
     for (; x + wide <= n_columns; x += wide) product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
