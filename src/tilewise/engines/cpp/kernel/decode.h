@@ -114,17 +114,18 @@ template <typename E> void decode_part(void* context, i64 item) {
     __builtin_memset(acc, 0, (size_t)(rows * dvp) * sizeof(T));
     const i64 end = at_most((split + 1) * per_split, p.n_kv);
     const bool selective = p.mask.by_key || p.score.by_key;
-    const bool whole = dp == p.d && dvp == p.dv && p.key.stride[3] == 1 && p.value.stride[3] == 1;  // rows are read where they lie
+    const bool values_whole = dvp == p.dv && p.value.stride[3] == 1;  // rows are read where they lie
+    const bool keys_whole = dp == p.d && p.key.stride[3] == 1 && (sizeof(E) == sizeof(T) || rows == 1);  // widened once for several rows
     for (i64 kv0 = split * per_split; kv0 < end; kv0 += KEYS) {
         const i64 n = at_most(KEYS, end - kv0);
-        const bool copied = !whole || (selective && !rows_are_finite<E>(p.value, b, hk, kv0, n, p.dv));
+        const bool copied = !values_whole || (selective && !rows_are_finite<E>(p.value, b, hk, kv0, n, p.dv));
         const Rows<T> v = copied ? widened<E>(p.value, b, hk, kv0, n, p.dv, values, dvp) : Rows<T>{};
         const bool spoilt = copied && selective && !all_finite(v, n, p.dv);
-        const Rows<T> k = whole ? Rows<T>{} : widened<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
+        const Rows<T> k = keys_whole ? Rows<T>{} : widened<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
         for (i64 r = 0; r < rows; r++) {
             const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
             T* s = weights + r * KEYS;
-            if (whole)
+            if (keys_whole)
                 dots(query + r * dp, Rows<E>{place<E>(p.key, b, hk, kv0), p.key.stride[2]}, n, dp, (T)p.scale, s);
             else
                 dots(query + r * dp, k, n, dp, (T)p.scale, s);
