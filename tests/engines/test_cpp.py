@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests.cases import CASES
+from tests.error_rule import check
 from tilewise import masks, scores, store
-from tilewise.engines.cpp import missing
+from tilewise.engines.cpp import missing, run
 from tilewise.engines.cpp.libraries import Counts
 
 available = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -63,6 +65,20 @@ def test_decoding_does_not_hear_masked_keys(value: float) -> None:
     clean, found = (tw.attention(query, k, k, mask=lambda b, h, q, kv: kv < 650, backend="cpp") for k in (key, spoilt))
     assert torch.equal(clean, found)
     assert tw.attention(query, spoilt, spoilt, backend="cpp").isnan().all()
+
+
+# -- bfloat16 without the matrix unit --------------------------------------------------------------------------------
+
+
+@available
+@pytest.mark.parametrize("name", ["causal", "alibi, then softcap", "gqa 6 over 2, mask per head", "strides: sliced", "head dim 59", "bare tiles"])
+def test_bfloat16_on_plain_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "by_matrices", lambda dtype: False)
+    run._kernel.cache_clear()
+    try:
+        check(next(c for c in CASES if c.name == name), "cpp", "cpu", torch.bfloat16)
+    finally:
+        run._kernel.cache_clear()
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Integers are 64-bit in the language. Where their bounds over the whole problem s
 a load whose index provably stays inside needs no clamping, and a division of non-negative numbers no correction.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -256,7 +257,8 @@ def _name(real: str) -> str:
     return "f64" if real == "double" else "f32"
 
 
-def _tile_functions(writers: list[Writer], real: str, ending) -> str:  # type: ignore[no-untyped-def]
+def _tile_functions(writers: list[Writer], real: str, ending: Callable[[Writer], list[str]]) -> str:
+    """One function per pair of axes, which changes a tile in place; `ending` writes the result into row[l]."""
     lines = ['#include "program.h"', ""]
     for w in writers:
         lines.append(f'extern "C" __attribute__((visibility("default"))) void {w.axes.name}({PARAMETERS}, {real}* __restrict tile) {{')

@@ -1,5 +1,6 @@
 """Whether the processor's matrix unit (AMX) can really be used: some virtual machines announce it and then end a process that tries."""
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -15,19 +16,25 @@ from tilewise.engines.cpp import compiler
 SOURCE = '#include "probe.cpp"\n'
 TRY = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).tilewise_try_matrix_unit() == 1 else 1)"
 SECONDS = 60
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
 @lru_cache(maxsize=1)
 def usable() -> bool:
     """Tried once on this machine, in a process of its own."""
-    if platform.machine() != "x86_64" or "amx_bf16" not in compiler.processor():
+    if sys.platform != "linux" or platform.machine() != "x86_64" or "amx_bf16" not in compiler.processor():
         return False
     key = sha256(f"matrix unit {platform.node()} {os.uname().release} {compiler.identity()}".encode()).hexdigest()
     known = store.read(key)
     if known is None:
         known = {"usable": b"yes" if _try() else b"no"}
         store.write(key, known)
-    return known.get("usable") == b"yes"
+    return known.get("usable") == b"yes" and _granted()
+
+
+def _granted() -> bool:
+    """The system gives a process the unit's registers only when asked, and may say no."""
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 
 
 def _try() -> bool:

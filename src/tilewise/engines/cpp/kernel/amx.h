@@ -2,18 +2,9 @@
 //
 // A lies row by row; B lies in pairs of rows: word [k / 2][x] holds rows k and k + 1 of column x. Everything is padded to 32 by 32.
 #pragma once
-#include <sys/syscall.h>
-#include <unistd.h>
 #include "tiles.h"
 
 constexpr i64 STEP = 32;  // rows, columns and depth come in multiples of this
-
-// The system gives a process the unit's registers only when asked.
-inline bool amx_allowed() {
-    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return granted;
-}
 
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
 #define TILE_LOAD(t, from, bytes) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(bytes) : "memory")

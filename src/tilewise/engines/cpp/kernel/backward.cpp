@@ -315,9 +315,6 @@ extern "C" __attribute__((visibility("default"))) void tilewise_backward(const B
     const Problem& p = f->problem;
     const bool little = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK;
     const i64 threads = little ? 1 : p.threads;
-#ifdef MATRIX_UNIT
-    amx_allowed();
-#endif
     p.run(prepare_block, (void*)f, p.batch * p.heads * f->blocks, threads);
     p.run(group_of_stretches, (void*)f, f->groups, threads);
     p.run(finish_block, (void*)f, p.batch * p.heads * f->blocks, threads);

@@ -121,7 +121,7 @@ void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_la
 bool attend_block_by_matrices(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
     const Problem& p = f.problem;
     const i64 hk = h / (p.heads / p.kv_heads), block = (b * p.kv_heads + hk) * ((p.n_kv + KEYS - 1) / KEYS) + kv0 / KEYS;
-    if (!f.keys.rows || kv0 % KEYS) return false;
+    if (kv0 % KEYS) return false;
     const i64 d = padded(p.d, STEP), dv = padded(p.dv, STEP), depth = padded(n, STEP);
     const bool spoilt = !f.keys.finite[block];
     u32* weights = t.pairs + d / 2 * LANES;
@@ -167,7 +167,6 @@ void begin(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 count) {
 #ifdef MATRIX_UNIT
     const Tensor& q = f.problem.query;
     bfloat* rows = (bfloat*)t.scores;
-    if (f.keys.rows == nullptr) return;
     for (i64 d = 0; d < f.problem.d; d += STEP) {  // by features, so that they fit the scores' place
         pack_rows(place<bfloat>(q, b, h, q0) + d * q.stride[3], q.stride[2], q.stride[3], count, at_most(STEP, f.problem.d - d), rows, STEP);
         transpose_words((const u32*)rows, STEP / 2, t.pairs + d / 2 * LANES, LANES, LANES, STEP / 2);
@@ -227,10 +226,7 @@ extern "C" __attribute__((visibility("default"))) void tilewise_forward(const Fo
     const Problem& p = f->problem;
     const bool little = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK;
 #ifdef MATRIX_UNIT
-    if (f->keys.rows) {
-        amx_allowed();
-        p.run(pack_keys, (void*)f, p.batch * p.kv_heads * ((p.n_kv + KEYS - 1) / KEYS), little ? 1 : p.threads);
-    }
+    p.run(pack_keys, (void*)f, p.batch * p.kv_heads * ((p.n_kv + KEYS - 1) / KEYS), little ? 1 : p.threads);
 #endif
     p.run(query_rows, (void*)f, p.batch * p.heads * p.walk.rows, little ? 1 : p.threads);
 }
