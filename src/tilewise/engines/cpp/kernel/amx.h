@@ -96,7 +96,8 @@ INLINE words rounded_bits(vec<float> x) {  // to nearest, ties to even, in the u
 inline void pairs_of_tile(const float* tile, i64 n, u32* to) {
     for (i64 j = 0; j < KEYS; j += 2)
         for (i64 x = 0; x < LANES; x += WIDTH<float>) {
-            const words even = j < n ? rounded_bits(load(tile + j * LANES + x)) : words{}, odd = j + 1 < n ? rounded_bits(load(tile + (j + 1) * LANES + x)) : words{};
+            const words even = j < n ? rounded_bits(load(tile + j * LANES + x)) : words{};
+            const words odd = j + 1 < n ? rounded_bits(load(tile + (j + 1) * LANES + x)) : words{};
             const words both = (even >> 16) | (odd & 0xffff0000u);
             __builtin_memcpy(to + j / 2 * LANES + x, &both, sizeof both);
         }

@@ -60,8 +60,10 @@ void prepare_block(void* context, i64 item) {
     const ELEMENT* dout = place<ELEMENT>(f.grad_out, k.b, k.h, k.first);
     const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
 #ifdef MATRIX_UNIT
-    const bool finite = pack_pairs(q, p.query.stride, k.count, p.d, (u32*)f.q_lanes + item * dp / 2 * LANES, (u32*)f.q_rows + item * LANES / 2 * dp);
-    f.finite[item] = pack_pairs(dout, f.grad_out.stride, k.count, p.dv, (u32*)f.do_lanes + item * dvp / 2 * LANES, (u32*)f.do_rows + item * LANES / 2 * dvp) && finite;
+    const i64 at = item * LANES / 2;
+    const bool queries = pack_pairs(q, p.query.stride, k.count, p.d, (u32*)f.q_lanes + at * dp, (u32*)f.q_rows + at * dp);
+    const bool gradients = pack_pairs(dout, f.grad_out.stride, k.count, p.dv, (u32*)f.do_lanes + at * dvp, (u32*)f.do_rows + at * dvp);
+    f.finite[item] = queries && gradients;
 #else
     transpose_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_lanes + item * p.d * LANES);
     transpose_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_lanes + item * p.dv * LANES);

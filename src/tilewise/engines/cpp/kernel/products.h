@@ -29,13 +29,19 @@ __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, 
         }
 }
 
+template <int R> struct Count { static constexpr int value = R; };
+
 template <typename T, int X, typename E>
 void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
     i64 i = 0;
-    for (; i + BLOCK_ROWS <= n_rows; i += BLOCK_ROWS) product_block<T, BLOCK_ROWS, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
-    for (; i + 4 <= n_rows; i += 4) product_block<T, 4, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
-    for (; i + 2 <= n_rows; i += 2) product_block<T, 2, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
-    for (; i < n_rows; i++) product_block<T, 1, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+    const auto next = [&](auto rows) {  // as many blocks of so many rows as are left
+        constexpr int R = decltype(rows)::value;
+        for (; i + R <= n_rows; i += R) product_block<T, R, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+    };
+    next(Count<BLOCK_ROWS>{});
+    next(Count<4>{});
+    next(Count<2>{});
+    next(Count<1>{});
 }
 
 // The same for n_columns columns, a multiple of the vector's width.

@@ -147,7 +147,8 @@ template <typename T> Rows<T> without_infinities(Rows<T> rows, i64 count, i64 n,
 }
 
 // c[i * c_row + x * c_step] += every values[k][x] that is not finite and where final[i * by_i + k * by_k] is not -inf
-template <typename T> void hear_infinities(const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i64 c_row, i64 c_step, i64 n_rows, i64 n_columns, i64 n_k) {
+template <typename T>
+void hear_infinities(const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i64 c_row, i64 c_step, i64 n_rows, i64 n_columns, i64 n_k) {
     for (i64 k = 0; k < n_k; k++)
         for (i64 x = 0; x < n_columns; x++) {
             const T value = values.data[k * values.stride + x];
