@@ -194,9 +194,9 @@ void query_rows(void* context, i64 item) {
     const Forward& f = *(const Forward*)context;
     const Problem& p = f.problem;
     const Walk& w = p.walk;
-    const i64 groups = p.batch * p.heads, b = item % groups / p.heads, h = item % groups % p.heads;
+    const i64 b = item / w.rows / p.heads, h = item / w.rows % p.heads, place_in_order = item % w.rows;  // a head's keys and values stay in the cache
     const i64 rows = b * w.stride_batch + h * w.stride_head;
-    const i64 row = w.order ? w.order[rows + item / groups] : item / groups;
+    const i64 row = w.order ? w.order[rows + place_in_order] : place_in_order;
     const i64 end = at_most((row + 1) * w.tile, p.n_q);
     QueryTile t = make_tile(p);
 #ifdef MATRIX_UNIT
