@@ -21,6 +21,7 @@ constexpr i64 WHOLE = STEP;  // features come in multiples of this
 constexpr i64 WHOLE = WIDTH<real>;
 #endif
 constexpr i64 DQ_WHOLE = 32;
+constexpr i64 CACHED_BYTES = 1 << 20;  // of queries and what belongs to them, to be kept in the second cache
 
 // -- before: queries and gradients of the output, laid out for the products; delta -------------------------------------
 
@@ -85,7 +86,8 @@ void prepare_block(void* context, i64 item) {
 
 struct KeyTile {
     real *keys, *values;  // [KEYS][d], [KEYS][dv] where they have to be copied
-    real *dk, *dv;        // [KEYS][padded d], [KEYS][padded dv]
+    real *all_dk, *all_dv;  // [keys of the stretch, and room for a tile][padded d], [padded dv]
+    real *dk, *dv;          // this tile's rows of them
     real *raw, *final;    // [KEYS][LANES] scores before and after score and mask; the same where there is no score
     real *weight, *ds;    // [KEYS][LANES]
     uint8_t* kept;
@@ -99,14 +101,16 @@ struct KeyTile {
     real *q_wide, *do_wide, *k_sound;  // [LANES][padded d], [LANES][padded dv], [KEYS][d], where there is NaN or infinity
 };
 
-KeyTile make_tile(const Problem& p) {
+KeyTile make_tile(const Problem& p, i64 keys) {
     const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
-    scratch.reserve((size_t)(KEYS * 6 * (dp + dvp) + 6 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 32 * 64);
+    scratch.reserve((size_t)((keys + KEYS * 6) * (dp + dvp) + 6 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 32 * 64);
     KeyTile t;
     t.keys = scratch.take<real>(KEYS * p.d);
     t.values = scratch.take<real>(KEYS * p.dv);
-    t.dk = scratch.take<real>(KEYS * dp);
-    t.dv = scratch.take<real>(KEYS * dvp);
+    t.all_dk = scratch.take<real>((keys + KEYS) * dp);
+    t.all_dv = scratch.take<real>((keys + KEYS) * dvp);
+    __builtin_memset(t.all_dk, 0, (size_t)((keys + KEYS) * dp) * sizeof(real));
+    __builtin_memset(t.all_dv, 0, (size_t)((keys + KEYS) * dvp) * sizeof(real));
     t.raw = scratch.take<real>(KEYS * LANES);
     t.final = p.score.by_query ? scratch.take<real>(KEYS * LANES) : t.raw;
     t.weight = scratch.take<real>(KEYS * LANES);
@@ -236,55 +240,72 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
 
 // -- one stretch of keys -----------------------------------------------------------------------------------------------
 
-void tile_of_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 row, i64 kv0, i64 n, i64 chunk, double* const* gradients) {
+void load_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 kv0, i64 n) {
     const Problem& p = f.problem;
-    const Walk& w = p.walk;
-    const i64 ratio = p.heads / p.kv_heads, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
     t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
     t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
     t.finite = all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);
 #ifdef MATRIX_UNIT
+    const i64 dp = padded(p.d, STEP), dvp = padded(p.dv, STEP);
+    bfloat* rows = (bfloat*)t.q_wide;  // not in use yet, nor is k_sound
     pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
     pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
-    bfloat* rows = (bfloat*)t.q_wide;  // q_wide and dk are not in use yet
     __builtin_memcpy(rows, t.k_rows, (size_t)(KEYS * dp) * sizeof(bfloat));
     if (!t.finite) clear_infinities(rows, KEYS * dp);
-    pairs_of_rows(rows, dp, (u32*)t.dk);
-    transpose_words((const u32*)t.dk, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
-    const MatrixUnit unit;
+    pairs_of_rows(rows, dp, (u32*)t.k_sound);
+    transpose_words((const u32*)t.k_sound, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
 #endif
-    __builtin_memset(t.dk, 0, (size_t)(KEYS * dp) * sizeof(real));
-    __builtin_memset(t.dv, 0, (size_t)(KEYS * dvp) * sizeof(real));
-    for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++) {
-        const i64 map_row = b * w.stride_batch + h * w.stride_head + row;
-        for (int masked = 0; masked < 2; masked++) {
-            const Runs& runs = masked ? w.partial : w.full;
-            const i64 first_run = runs.offsets ? runs.offsets[map_row] : 0, last_run = runs.offsets ? runs.offsets[map_row + 1] : !masked;
-            for (i64 r = first_run; r < last_run; r++) {
-                const i64 first = runs.offsets ? runs.start[r] * f.blocks_per_tile : 0;
-                const i64 last = runs.offsets ? at_most((runs.start[r] + runs.count[r]) * f.blocks_per_tile, f.blocks) : f.blocks;
-                for (i64 block = first; block < last; block++) {
-                    const Block k = block_of(f, b, h, block);
-                    if (k.count > 0) meet(f, t, k, block, chunk, kv0, n, masked && p.mask.by_query, gradients);
-                }
+}
+
+// One tile of keys against those of the blocks first .. last of a head that attend to it.
+void meet_blocks(const Backward& f, KeyTile& t, i64 b, i64 h, i64 row, i64 kv0, i64 n, i64 first, i64 last, i64 chunk, double* const* gradients) {
+    const Problem& p = f.problem;
+    const Walk& w = p.walk;
+    const i64 map_row = b * w.stride_batch + h * w.stride_head + row;
+    bool loaded = false;
+    for (int masked = 0; masked < 2; masked++) {
+        const Runs& runs = masked ? w.partial : w.full;
+        const i64 first_run = runs.offsets ? runs.offsets[map_row] : 0, last_run = runs.offsets ? runs.offsets[map_row + 1] : !masked;
+        for (i64 r = first_run; r < last_run; r++) {
+            const i64 begin = at_least(first, runs.offsets ? runs.start[r] * f.blocks_per_tile : 0);
+            const i64 end = at_most(last, runs.offsets ? (runs.start[r] + runs.count[r]) * f.blocks_per_tile : f.blocks);
+            for (i64 block = begin; block < end; block++) {
+                const Block k = block_of(f, b, h, block);
+                if (k.count <= 0) continue;
+                if (!loaded) load_keys(f, t, b, h / (p.heads / p.kv_heads), kv0, n);
+                loaded = true;
+                meet(f, t, k, block, chunk, kv0, n, masked && p.mask.by_query, gradients);
             }
         }
     }
-    for (i64 j = 0; j < n; j++) {
-        const i64 at = (b * p.kv_heads + hk) * p.n_kv + kv0 + j;
-        for (i64 d = 0; d < p.d; d++) narrow(t.dk[j * dp + d] * (real)p.scale, ((ELEMENT*)f.dk)[at * p.d + d]);
-        for (i64 d = 0; d < p.dv; d++) narrow(t.dv[j * dvp + d], ((ELEMENT*)f.dv)[at * p.dv + d]);
-    }
 }
 
+// Queries are taken in groups of blocks that stay in the cache while all the keys of the stretch pass by.
 void stretch_of_keys(const Backward& f, i64 item, double* const* gradients) {
     const Problem& p = f.problem;
     const Walk& w = p.walk;
-    const i64 hk = item % p.kv_heads, b = item / p.kv_heads % p.batch, chunk = item / p.kv_heads / p.batch;
-    KeyTile t = make_tile(p);
-    for (i64 row = w.rows * chunk / f.chunks; row < w.rows * (chunk + 1) / f.chunks; row++) {
-        const i64 end = at_most((row + 1) * w.tile, p.n_kv);
-        for (i64 kv0 = row * w.tile; kv0 < end; kv0 += KEYS) tile_of_keys(f, t, b, hk, row, kv0, at_most(KEYS, end - kv0), chunk, gradients);
+    const i64 hk = item % p.kv_heads, b = item / p.kv_heads % p.batch, chunk = item / p.kv_heads / p.batch, ratio = p.heads / p.kv_heads;
+    const i64 first_row = w.rows * chunk / f.chunks, last_row = w.rows * (chunk + 1) / f.chunks;
+    const i64 first_key = first_row * w.tile, keys = at_most(last_row * w.tile, p.n_kv) - first_key, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    const i64 together = at_least(1, CACHED_BYTES / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
+    KeyTile t = make_tile(p, keys);
+#ifdef MATRIX_UNIT
+    const MatrixUnit unit;
+#endif
+    for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++)
+        for (i64 block = 0; block < f.blocks; block += together)
+            for (i64 row = first_row; row < last_row; row++)
+                for (i64 kv0 = row * w.tile; kv0 < at_most((row + 1) * w.tile, p.n_kv); kv0 += KEYS) {
+                    const i64 n = at_most(KEYS, at_most((row + 1) * w.tile, p.n_kv) - kv0);
+                    t.dk = t.all_dk + (kv0 - first_key) * dp;
+                    t.dv = t.all_dv + (kv0 - first_key) * dvp;
+                    meet_blocks(f, t, b, h, row, kv0, n, block, at_most(block + together, f.blocks), chunk, gradients);
+                }
+    ELEMENT* dk = (ELEMENT*)f.dk + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.d;
+    ELEMENT* dv = (ELEMENT*)f.dv + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.dv;
+    for (i64 j = 0; j < keys; j++) {
+        for (i64 d = 0; d < p.d; d++) narrow(t.all_dk[j * dp + d] * (real)p.scale, dk[j * p.d + d]);
+        for (i64 d = 0; d < p.dv; d++) narrow(t.all_dv[j * dvp + d], dv[j * p.dv + d]);
     }
 }
 
