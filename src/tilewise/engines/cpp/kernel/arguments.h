@@ -1,4 +1,4 @@
-// What a kernel is called with. Every field has 8 bytes, so that the caller packs them in order; `arguments.py` lists the same.
+// What a kernel is called with. Every field has 8 bytes, so that the caller packs them in order; `run.py` lists the same.
 #pragma once
 #include "vectors.h"
 
