@@ -1,19 +1,23 @@
-"""Building kernels ahead of time, for any architecture, on a machine with or without a GPU."""
+"""Building kernels ahead of time: for this machine's CPU, and for any GPU architecture, with or without a GPU."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from tilewise import store
 from tilewise.attention import problem_of_call
+from tilewise.engines.triton import MISSING
 from tilewise.errors import BackendError, InputError
 from tilewise.problem import Options, Problem
 from tilewise.scores import as_scores
 
 HEADS, LENGTH = 2, 4096  # sizes are arguments of a kernel, not part of it; these only have to be plausible
+CPU = "cpu"
+Build = Callable[[], str]  # builds one kernel and says which
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -43,36 +47,67 @@ def build_kernels(
     """Compile the kernels for every combination of mask, score, head dim and dtype into the kernel store.
 
     masks, scores   what attention() takes as mask= and score=, or None
-    arch            "sm_80", "sm_90", ...; the GPU of this machine unless given
+    arch            "sm_80", "sm_90", ..., or "cpu" for this machine's own; the GPU of this machine unless given
     backward        also the kernels of the backward pass
     decode          also those for a single query over a long cache
     progress        called with (done, total, what was built)
 
     What is there already is not built again. Kernels do not depend on lengths, batch sizes, window sizes or captured contents.
     """
-    from tilewise.engines.triton import MISSING
+    names = [arch] if arch is None or isinstance(arch, str) else list(arch)
+    gpus = [_architecture(a) for a in names if a != CPU]
+    problems = [_problem(mask, score, dim, _dtype(dtype), LENGTH) for dtype in dtypes for dim in head_dims for mask in masks for score in scores]
+    wanted: list[Build] = []
+    if gpus:
+        singles = [_problem(mask, score, dim, _dtype(dtype), 1) for dtype in dtypes for dim in head_dims for mask in masks for score in scores]
+        wanted += _for_gpus(problems, singles if decode else [], gpus, backward)
+    if CPU in names:
+        wanted += _for_cpu(problems, backward)
+    before = _built()
+    _build_all(wanted, progress)
+    return BuildReport(len(wanted), _built() - before, str(store.kernel_root()))
 
+
+def _built() -> int:
+    """Kernels compiled so far."""
+    from tilewise.engines.cpp import libraries
+
+    if MISSING is not None:
+        return libraries.Counts.built
+    from tilewise.engines.triton import launch
+
+    return libraries.Counts.built + launch.Counts.built
+
+
+def _for_gpus(problems: list[Problem], singles: list[Problem], architectures: list[int], backward: bool) -> list[Build]:
     if MISSING is not None:
         raise BackendError(f"Could not compile flex_attention kernels: {MISSING}")
     from tilewise.engines.triton import ahead
-    from tilewise.engines.triton.launch import Counts
 
-    architectures = [_architecture(a) for a in ([arch] if arch is None or isinstance(arch, str) else arch)]
-    wanted = []
-    for dtype in dtypes:
-        for dim in head_dims:
-            for mask in masks:
-                for score in scores:
-                    problem = _problem(mask, score, dim, _dtype(dtype), LENGTH)
-                    launches = ahead.forward_launches(problem)
-                    if backward:
-                        launches += ahead.backward_launches(problem, _learned(problem))
-                    if decode:
-                        launches += ahead.forward_launches(_problem(mask, score, dim, _dtype(dtype), 1))
-                    wanted += [(launch, a) for launch in launches for a in architectures]
-    before = Counts.built
-    _build_all(wanted, ahead.build, progress)
-    return BuildReport(len(wanted), Counts.built - before, str(store.kernel_root()))
+    launches = []
+    for problem in problems:
+        launches += ahead.forward_launches(problem)
+        if backward:
+            launches += ahead.backward_launches(problem, _learned(problem))
+    for problem in singles:
+        launches += ahead.forward_launches(problem)
+    return [partial(_build_launch, launch, arch) for launch in launches for arch in architectures]
+
+
+def _build_launch(make: Callable[[], Any], arch: int) -> str:
+    from tilewise.engines.triton import ahead
+
+    return ahead.build(make(), arch)
+
+
+def _for_cpu(problems: list[Problem], backward: bool) -> list[Build]:
+    from tilewise.engines.cpp import ahead, missing
+
+    reason = missing()
+    if reason is not None:
+        raise BackendError(f"Could not compile flex_attention kernels: {reason}")
+    units = {unit: name for problem in problems for name, unit in ahead.units(problem, backward, _learned(problem))}
+    return [partial(ahead.build, name, unit) for unit, name in units.items()]
 
 
 def build_flex_attention_kernels(arch: str | None = None) -> BuildReport:
@@ -82,9 +117,9 @@ def build_flex_attention_kernels(arch: str | None = None) -> BuildReport:
     return build_kernels(masks=[None, causal], dtypes=("bf16", "fp16"), arch=arch)
 
 
-def _build_all(wanted: list[Any], build: Callable[..., str], progress: Callable[[int, int, str], None] | None) -> None:
+def _build_all(wanted: list[Build], progress: Callable[[int, int, str], None] | None) -> None:
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(_build_one, build, make, arch) for make, arch in wanted]
+        futures = [pool.submit(build) for build in wanted]
         for done, future in enumerate(as_completed(futures), 1):
             try:
                 what = future.result()
@@ -94,10 +129,6 @@ def _build_all(wanted: list[Any], build: Callable[..., str], progress: Callable[
                 raise BackendError(f"Could not compile flex_attention kernels: {type(error).__name__}: {error}") from error
             if progress is not None:
                 progress(done, len(futures), what)
-
-
-def _build_one(build: Callable[..., str], make: Callable[[], Any], arch: int) -> str:
-    return build(make(), arch)
 
 
 def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) -> Problem:
@@ -113,12 +144,12 @@ def _learned(problem: Problem) -> frozenset[int]:
 def _architecture(name: str | None) -> int:
     if name is None:
         if not torch.cuda.is_available():
-            raise InputError("no GPU here: say which architecture to build for, arch='sm_80' (A100), 'sm_89' (4090, L40S), 'sm_90' (H100, H200), ...")
+            raise InputError("no GPU here: say which architecture to build for, arch='cpu', 'sm_80' (A100), 'sm_89' (4090, L40S), 'sm_90' (H100, H200), ...")
         major, minor = torch.cuda.get_device_capability()
         return 10 * major + minor
     digits = name.removeprefix("sm_").removesuffix("a")
     if not digits.isdigit() or int(digits) < 80:
-        raise InputError(f"an architecture is 'sm_80' or newer, got {name!r}")
+        raise InputError(f"an architecture is 'cpu', or 'sm_80' or newer, got {name!r}")
     return int(digits)
 
 

@@ -70,7 +70,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 @app.command()
 def build(
     what: Annotated[list[str] | None, typer.Argument(help="Masks or scores to build for, as file.py:name; plain and causal if none is given.")] = None,
-    arch: Annotated[list[str] | None, typer.Option(help="Architecture, such as sm_90; this machine's GPU unless given.")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help="Architecture, such as sm_90, or cpu; this machine's GPU unless given.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Head dim; 64 and 128 unless given.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16 or fp32; bf16 unless given.")] = None,
     forward_only: Annotated[bool, typer.Option(help="Leave out the backward's kernels.")] = False,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.engines import ENGINES, Engine, is_plain
+from tilewise.engines import ENGINES, Engine, engine_named, is_plain
 from tilewise.errors import BackendError
 from tilewise.problem import Problem
 
@@ -23,7 +23,7 @@ INTENTS = {
     "flash": "fused: plain or causal attention without a score",
     "math": "dense and plain, the reference",
 }
-CANDIDATES = {"flex": ("triton", "blocked"), "flash": ("triton", "native", "blocked"), "math": ("reference",)}
+CANDIDATES = {"flex": ("triton", "cpp", "blocked"), "flash": ("triton", "cpp", "native", "blocked"), "math": ("reference",)}
 VARIABLE = "TILEWISE_BACKEND"
 
 
@@ -147,6 +147,8 @@ def _leak(problem: Problem) -> str | None:
     """Why SDPA would not keep masked keys out: it multiplies them by 0, and 0 * NaN is NaN."""
     if not problem.is_causal_only:
         return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
+    if engine_named("cpp").refuse(problem) is None:
+        return "SDPA lets NaN in masked keys through; the C++ engine keeps them out and is no slower"
     if problem.device.type != "cpu" or not is_plain(problem):
         return "SDPA lets NaN in masked keys through and nobody can look for them now, so it gets a causal mask only when asked for by name"
     if not all([bool(t.detach().sum(dtype=problem.inner_dtype).isfinite()) for t in (problem.key, problem.value)]):

@@ -1,7 +1,6 @@
 """The doctor: versions, GPU, toolchain and store, and every engine run on a real problem against the reference."""
 
 import platform
-import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -75,8 +74,18 @@ def _gpu() -> list[Finding]:
 
 def _toolchain() -> list[Finding]:
     triton = Finding("Triton kernels", "ok", "can be compiled") if MISSING is None else Finding("Triton kernels", "note", MISSING, "pip install triton")
-    compiler = next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
-    return [triton, Finding("C++ compiler", "ok" if compiler else "note", shutil.which(compiler) or "" if compiler else "none found")]
+    return [triton, _compiler()]
+
+
+def _compiler() -> Finding:
+    """The C++ compiler, tried."""
+    from tilewise.engines.cpp import compiler, matrix_unit, missing
+
+    reason = missing()
+    if reason is not None:
+        return Finding("C++ compiler", "note", reason, compiler.INSTALL)
+    unit = "; bfloat16 products run on the matrix unit (AMX)" if matrix_unit.usable() else ""
+    return Finding("C++ compiler", "ok", f"{compiler.find()}{unit}")
 
 
 def _store() -> Finding:

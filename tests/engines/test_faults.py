@@ -10,10 +10,12 @@ from torch import Tensor
 import tilewise as tw
 from tests.cases import CASES
 from tilewise import masks, scores
+from tilewise.engines.cpp import CppEngine
 from tilewise.engines.triton import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ENGINES = ("reference", "blocked", *(["triton"] if DEVICE == "cuda" or interpreted() else []))
+OWN = ["triton"] if DEVICE == "cuda" else ["cpp", "triton"] if interpreted() else ["cpp"]
+ENGINES = ("reference", "blocked", *OWN)
 engines = pytest.mark.parametrize("engine", ENGINES)
 NAN, INF = float("nan"), float("inf")
 
@@ -203,10 +205,13 @@ def test_row_2_whatever_a_default_call_chooses(backend: str | None, value: float
         assert gradient.isfinite().all()
 
 
-def test_row_2_explain_says_why_sdpa_was_passed_over() -> None:
+def test_row_2_explain_says_why_sdpa_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
+    assert "lets NaN in masked keys through" in str(tw.explain(q, k, v, is_causal=True))
+    monkeypatch.setattr(CppEngine, "refuse", lambda self, problem: "no compiler")
+    assert tw.explain(q, k, v, is_causal=True).engine == "native"
     found = tw.explain(q, k, poisoned(v, (0, 0, -1), NAN), is_causal=True)
-    assert "holds NaN or Inf" in str(found) and found.engine != "native"
+    assert "holds NaN or Inf" in str(found) and found.engine == "blocked"
 
 
 # -- 3: NaN where someone looks --------------------------------------------------------------------------------------

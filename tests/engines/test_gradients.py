@@ -10,7 +10,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import masks, scores
 
-ENGINES = ("reference", "blocked")
+ENGINES = ("reference", "blocked", "cpp")
 engines = pytest.mark.parametrize("engine", ENGINES)
 
 

@@ -66,7 +66,7 @@ def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...], leaves: list[
         torch.testing.assert_close(one, other.expand_as(one).to(one.dtype), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_is_a_loop_over_sequences(name: str, engine: str, is_causal: bool) -> None:
@@ -78,7 +78,7 @@ def test_packed_is_a_loop_over_sequences(name: str, engine: str, is_causal: bool
     assert_same(found, looped(q, k, v, q_lengths, kv, is_causal=is_causal), [q, k, v])
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1)])
 def test_packed_gqa(engine: str, heads: tuple[int, int]) -> None:
     lengths = [3, 70, 1, 90]
@@ -87,7 +87,7 @@ def test_packed_gqa(engine: str, heads: tuple[int, int]) -> None:
     assert_same(found, looped(q, k, v, lengths, lengths, is_causal=True), [q, k, v])
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
 def test_masks_and_scores_see_positions_inside_their_sequence(engine: str) -> None:
     q_lengths, kv_lengths = [5, 60, 1, 40], [70, 30, 1, 50]
     q, k, v = packed(q_lengths, kv_lengths)
@@ -114,7 +114,7 @@ def test_masks_of_the_library() -> None:
         assert_same(found, looped(q, k, v, lengths, lengths, mask=mask), [q, k, v])
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
 def test_tokens_after_the_last_offset_give_zero(engine: str) -> None:
     lengths = [30, 70]
     q, k, v = packed(lengths, lengths, extra=50)
@@ -167,7 +167,7 @@ def nested(lengths: list[int], layout: str, heads: int = 2, dim: int = 8, seed: 
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
 def test_nested_is_packed(layout: str, engine: str) -> None:
     lengths, kv_lengths = [3, 70, 1, 90], [10, 4, 20, 30]
     (q, nested_q), (k, nested_k), (v, nested_v) = (

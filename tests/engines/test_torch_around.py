@@ -15,6 +15,7 @@ import tilewise as tw
 from tilewise import masks, scores
 from tilewise.engines import ENGINES, arguments
 from tilewise.engines.blocked import BlockedEngine
+from tilewise.engines.cpp import CppEngine
 from tilewise.engines.reference import ReferenceEngine
 from tilewise.problem import Options, make_problem
 
@@ -59,6 +60,7 @@ def with_new_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 COMPILED: dict[str, Callable[..., Any]] = {
     "plain": tw.attention,
     "blocked": lambda q, k, v: tw.attention(q, k, v, backend="blocked"),
+    "cpp": lambda q, k, v: tw.attention(q, k, v, backend="cpp"),
     "function with captures": lambda q, k, v: tw.attention(q, k, v, mask=lambda b, h, i, j: (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j)),
     "capture made inside": with_new_tensor,
     "masks": lambda q, k, v: tw.attention(q, k, v, mask=masks.causal & masks.sliding_window(7)),
@@ -136,7 +138,7 @@ def test_new_windows_compile_once_more() -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The engines that really ran, in order."""
     names: list[str] = []
-    for engine in (BlockedEngine, ReferenceEngine):
+    for engine in (BlockedEngine, CppEngine, ReferenceEngine):
         forward = engine.forward
 
         def counted(self: Any, problem: Any, forward: Any = forward) -> Any:
@@ -177,7 +179,7 @@ def test_export() -> None:
 # -- autocast --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference", "native"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference", "native"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_a_cast_of_the_inputs(dtype: torch.dtype, engine: str) -> None:
     """And of nothing else: inside an engine every product keeps the precision the engine wrote down."""
@@ -279,7 +281,7 @@ def test_eight_threads_at_once() -> None:
             assert_equal(got, expected)
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
 def test_under_a_dispatch_mode(engine: str) -> None:
     """A TorchDispatchMode sees one operator each way, which then runs below autograd."""
     inputs = tensors()
@@ -288,7 +290,7 @@ def test_under_a_dispatch_mode(engine: str) -> None:
         assert_equal(gradients(tw.attention(*inputs, mask=masks.causal, backend=engine), inputs), expected)
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference", "native"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference", "native"])
 def test_inference_mode(engine: str) -> None:
     expected = tw.attention(*tensors(), is_causal=True, backend=engine).detach()
     with torch.inference_mode():
@@ -351,7 +353,7 @@ PROBLEMS: dict[str, Callable[[list[Tensor]], tuple[Any, Any, Options]]] = {
 }
 
 
-@pytest.mark.parametrize("engine", [e.name for e in ENGINES if e.name in ("blocked", "reference")])
+@pytest.mark.parametrize("engine", [e.name for e in ENGINES if e.name in ("blocked", "cpp", "reference")])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_opcheck(name: str, engine: str) -> None:
     q, k, v = tensors(2, 2, 9, 4)
@@ -371,7 +373,7 @@ def test_opcheck(name: str, engine: str) -> None:
 # -- function transforms: none works, none is silently wrong ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["blocked", "reference"])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
 def test_a_second_derivative_is_an_error(engine: str) -> None:
     q, k, v = tensors()
     out = tw.attention(q, k, v, backend=engine)

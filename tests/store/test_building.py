@@ -133,5 +133,6 @@ def test_the_doctor() -> None:
     findings = {f["what"]: f for f in json.loads(report.stdout)}
     assert report.returncode == 0
     assert findings["blocked on cpu"]["status"] == "ok" and "agrees with the reference" in findings["blocked on cpu"]["detail"]
+    assert findings["cpp on cpu"]["status"] == findings["C++ compiler"]["status"]
     assert findings["triton on cpu"]["status"] == "note" and "CUDA" in findings["triton on cpu"]["detail"]
     assert "blocked on cpu" in run("doctor").stdout

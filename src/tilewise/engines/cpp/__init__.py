@@ -1,0 +1,66 @@
+"""The C++ engine: kernels for the processor it runs on, compiled when first needed, with masks and scores as generated functions."""
+
+from torch import Tensor
+
+from tilewise import store
+from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.engines.blocked import BlockedEngine
+from tilewise.problem import Problem
+
+
+class CppEngine(Engine):
+    name = "cpp"
+    summary = "generated C++, vectorised and threaded, forward and backward, on CPUs with a C++ compiler"
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.device.type != "cpu":
+            return f"it runs on CPUs, got tensors on {problem.device}"
+        return missing()
+
+    def forward(self, problem: Problem) -> Output:
+        from tilewise.engines.cpp import run
+        from tilewise.engines.cpp.compiler import CompilerError
+
+        try:
+            return run.forward(problem)
+        except CompilerError as error:
+            return _instead(error).forward(problem)
+
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        from tilewise.engines.cpp import run
+        from tilewise.engines.cpp.compiler import CompilerError
+
+        try:
+            return run.backward(problem, output, grad_out, grad_lse, wanted)
+        except CompilerError as error:
+            return _instead(error).backward(problem, output, grad_out, grad_lse, wanted)
+
+
+SLOWER = "until then CPUs are served by tiles of plain torch operations, which is slower"
+_missing: list[str | None] = []
+
+
+def missing() -> str | None:
+    """Why C++ cannot be compiled here, or None; found out once, by building the smallest part, which every kernel needs."""
+    if not _missing:
+        from tilewise.engines.cpp.compiler import CompilerError
+        from tilewise.engines.cpp.libraries import library_of
+        from tilewise.engines.cpp.threads import POOL
+
+        try:
+            library_of(POOL)
+            _missing.append(None)
+        except CompilerError as error:
+            store.warn_once(f"{error}; {SLOWER}")
+            _missing.append(str(error))
+    return _missing[0]
+
+
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
+
+
+def _instead(error: Exception) -> Engine:
+    """The compiler worked, and then it did not: this call is served by the engine that needs none, later ones do not come here."""
+    store.warn_once(f"{error}; {SLOWER}")
+    _missing[:] = [str(error)]
+    return BlockedEngine()

@@ -1,0 +1,82 @@
+"""The C++ compiler: which one, for which processor, and running it."""
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+NAMES = ("g++", "clang++", "c++")
+SECONDS = 120
+INSTALL = "install one, such as g++ (apt install g++; dnf install gcc-c++; xcode-select --install)"
+KERNELS = Path(__file__).parent / "kernel"
+
+# NaN and Inf keep their meaning everywhere. Kernels may fuse a product and a sum; a program computes what torch computes, one rounding at a time.
+FLAGS = ("-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+FOR_KERNELS = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-ffp-contract=fast")
+FOR_PROGRAMS = ("-O3", "-ffp-contract=off")
+
+
+class CompilerError(Exception):
+    """The compiler is missing or failed; the message says what to do."""
+
+
+def find() -> str | None:
+    """The compiler's path."""
+    return next((path for path in map(shutil.which, NAMES) if path is not None), None)
+
+
+def identity() -> str:
+    """Changes with the compiler and with the processor it compiles for."""
+    path = find()
+    if path is None:
+        raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
+    return f"{_stamp(path)} {processor()} {' '.join(flags())}"
+
+
+@lru_cache(maxsize=4)
+def _stamp(path: str) -> str:
+    real = os.path.realpath(path)
+    status = os.stat(real)
+    return f"{real} {status.st_size} {status.st_mtime_ns}"
+
+
+@lru_cache(maxsize=1)
+def processor() -> str:
+    """The processor's features, by which `-march=native` chooses instructions."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = file.read(2**14).splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    found: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in wanted:
+            found.setdefault(name.strip(), value.strip())
+    return f"{platform.machine()} {sorted(found.items())}"
+
+
+def flags() -> tuple[str, ...]:
+    return (*FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
+
+
+def compiled(source: str, extra: tuple[str, ...]) -> bytes:
+    """A shared library from C++ source, which may include the kernel's files."""
+    path = find()
+    if path is None:
+        raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
+    with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
+        library = Path(folder) / "library.so"
+        words = [path, *flags(), *extra, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
+        try:
+            ran = subprocess.run(words, input=source, capture_output=True, text=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompilerError(f"the C++ compiler {path} could not be run: {error}") from error
+        if ran.returncode != 0 or not library.exists():
+            said = [line for line in ran.stderr.splitlines() if "error" in line] or ran.stderr.splitlines() or [f"it ended with {ran.returncode}"]
+            raise CompilerError(f"the C++ compiler {path} failed: {said[0][:300]}; {INSTALL}")
+        return library.read_bytes()

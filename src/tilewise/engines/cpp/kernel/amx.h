@@ -1,0 +1,112 @@
+// Products of bfloat16 matrices on the processor's matrix unit (AMX): C[16 x 16] += A[16 x 32] B[32 x 16] in one instruction.
+//
+// A lies row by row; B lies in pairs of rows: word [k / 2][x] holds rows k and k + 1 of column x. Everything is padded to 32 by 32.
+#pragma once
+#include "tiles.h"
+
+constexpr i64 STEP = 32;  // rows, columns and depth come in multiples of this
+
+#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
+#define TILE_LOAD(t, from, bytes) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(bytes) : "memory")
+#define TILE_STORE(t, to, bytes) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"(bytes) : "memory")
+#define TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+// Eight registers of 16 rows of 64 bytes, from here to the end of the scope.
+class MatrixUnit {
+  public:
+    MatrixUnit() {
+        struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            u16 bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } shape;
+        asm volatile("ldtilecfg %0" ::"m"(shape));
+    }
+    ~MatrixUnit() { asm volatile("tilerelease" ::); }
+};
+
+// C[i][x] = sum over k of A[i][k] B[k][x]  (+ C if `add`)
+inline void matrix_product(const bfloat* a, i64 a_row, const u32* b, i64 b_row, float* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, bool add) {
+    const i64 a_bytes = a_row * 2, b_bytes = b_row * 4, c_bytes = c_row * 4;
+    for (i64 i = 0; i < n_rows; i += STEP)
+        for (i64 x = 0; x < n_columns; x += STEP) {
+            float* place = c + i * c_row + x;
+            if (add) {
+                TILE_LOAD(0, place, c_bytes);
+                TILE_LOAD(1, place + 16, c_bytes);
+                TILE_LOAD(2, place + 16 * c_row, c_bytes);
+                TILE_LOAD(3, place + 16 * c_row + 16, c_bytes);
+            } else {
+                TILE_ZERO(0);
+                TILE_ZERO(1);
+                TILE_ZERO(2);
+                TILE_ZERO(3);
+            }
+            for (i64 k = 0; k < n_k; k += STEP) {
+                TILE_LOAD(4, a + i * a_row + k, a_bytes);
+                TILE_LOAD(6, b + k / 2 * b_row + x, b_bytes);
+                TILE_MULTIPLY(0, 4, 6);
+                TILE_LOAD(7, b + k / 2 * b_row + x + 16, b_bytes);
+                TILE_MULTIPLY(1, 4, 7);
+                TILE_LOAD(5, a + (i + 16) * a_row + k, a_bytes);
+                TILE_MULTIPLY(2, 5, 6);
+                TILE_MULTIPLY(3, 5, 7);
+            }
+            TILE_STORE(0, place, c_bytes);
+            TILE_STORE(1, place + 16, c_bytes);
+            TILE_STORE(2, place + 16 * c_row, c_bytes);
+            TILE_STORE(3, place + 16 * c_row + 16, c_bytes);
+        }
+}
+
+// -- layouts -----------------------------------------------------------------------------------------------------------
+
+// `count` rows of n features, zero up to 64 rows of `width`. Says whether all are finite.
+inline bool pack_rows(const bfloat* from, i64 row, i64 step, i64 count, i64 n, bfloat* to, i64 width) {
+    for (i64 i = 0; i < count; i++) {
+        if (step == 1)
+            __builtin_memcpy(to + i * width, from + i * row, (size_t)n * sizeof(bfloat));
+        else
+            for (i64 k = 0; k < n; k++) to[i * width + k] = from[i * row + k * step];
+        for (i64 k = n; k < width; k++) to[i * width + k].bits = 0;
+    }
+    __builtin_memset(to + count * width, 0, (size_t)((LANES - count) * width) * sizeof(bfloat));
+    u16 infinite = 0;
+    for (i64 k = 0; k < count * width; k++) infinite |= (to[k].bits & 0x7f80) == 0x7f80;
+    return !infinite;
+}
+
+inline void clear_infinities(bfloat* x, i64 count) {
+    for (i64 k = 0; k < count; k++) x[k].bits = (x[k].bits & 0x7f80) == 0x7f80 ? (u16)0 : x[k].bits;
+}
+
+// Packed rows [64][width] as pairs of neighbouring rows [32][width]. Seen as words they are pairs of neighbouring features: turned over, those are
+// [width / 2][64], and pairs of rows turned over are the columns [width][64].
+inline void pairs_of_rows(const bfloat* rows, i64 width, u32* to) {
+    for (i64 i = 0; i < LANES / 2; i++)
+        for (i64 k = 0; k < width; k++) to[i * width + k] = rows[2 * i * width + k].bits | (u32)rows[(2 * i + 1) * width + k].bits << 16;
+}
+
+INLINE words rounded_bits(vec<float> x) {  // to nearest, ties to even, in the upper half
+    const words b = (words)x;
+    return b + 0x7fff + (b >> 16 & 1);
+}
+
+// A tile [n][LANES] in bfloat16: as pairs of rows [32][LANES], zero beyond n; as rows [64][LANES], zero beyond n.
+inline void pairs_of_tile(const float* tile, i64 n, u32* to) {
+    for (i64 j = 0; j < KEYS; j += 2)
+        for (i64 x = 0; x < LANES; x += WIDTH<float>) {
+            const words even = j < n ? rounded_bits(load(tile + j * LANES + x)) : words{};
+            const words odd = j + 1 < n ? rounded_bits(load(tile + (j + 1) * LANES + x)) : words{};
+            const words both = (even >> 16) | (odd & 0xffff0000u);
+            __builtin_memcpy(to + j / 2 * LANES + x, &both, sizeof both);
+        }
+}
+inline void rows_of_tile(const float* tile, i64 n, bfloat* to) {
+    for (i64 j = 0; j < n; j++)
+        for (i64 l = 0; l < LANES; l++) {
+            const u32 b = bits_as<u32>(tile[j * LANES + l]);
+            to[j * LANES + l].bits = (u16)((b + 0x7fff + (b >> 16 & 1)) >> 16);
+        }
+    __builtin_memset(to + n * LANES, 0, (size_t)((KEYS - n) * LANES) * sizeof(bfloat));
+}

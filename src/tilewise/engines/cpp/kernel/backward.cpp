@@ -1,0 +1,344 @@
+// The backward pass, from lse (P = exp(S - lse), delta = dO . O - dlse):
+//
+//     dV += dropout(P)^T dO     dS = P (dropout(dO V^T) - delta)     dscore = dS * score'     dQ += scale dscore K     dK += scale dscore^T Q
+//
+// One thread takes a stretch of keys of one (batch, kv head) over all its queries: five products for each tile, and nothing is computed twice. Its share
+// of dQ goes to its own sum; the sums are added in order at the end, so that the result does not depend on who computed what when.
+#include "tiles.h"
+#ifdef MATRIX_UNIT
+#include "amx.h"
+#endif
+
+typedef computed<ELEMENT>::type real;
+typedef void (*Slope)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, const real* raw, const real* final, real* ds,
+                      double* const* gradients);
+
+namespace {
+
+#ifdef MATRIX_UNIT
+constexpr i64 WHOLE = STEP;  // features come in multiples of this
+#else
+constexpr i64 WHOLE = WIDTH<real>;
+#endif
+constexpr i64 DQ_WHOLE = 32;
+constexpr i64 CACHED_BYTES = 1 << 20;  // of queries and what belongs to them, to be kept in the second cache
+
+// -- before: queries and gradients of the output, laid out for the products; delta -------------------------------------
+
+struct Block {  // LANES queries of one (batch, head)
+    i64 b, h, first, count;
+};
+
+i64 query_tile(const Backward& f) { return f.problem.walk.other_tile; }
+
+Block block_of(const Backward& f, i64 b, i64 h, i64 block) {
+    const i64 tile = query_tile(f), row = block / f.blocks_per_tile, first = row * tile + block % f.blocks_per_tile * LANES;
+    const i64 end = at_most((row + 1) * tile, f.problem.n_q);
+    return {b, h, first, at_most(LANES, end - first)};
+}
+
+#ifdef MATRIX_UNIT
+// Rows as pairs of features, turned over [width / 2][LANES], and, without NaN and infinities, as pairs of rows [LANES / 2][width]. Says whether all are finite.
+bool pack_pairs(const bfloat* from, const i64* stride, i64 count, i64 n, u32* features, u32* rows) {
+    const i64 width = padded(n, STEP);
+    scratch.reserve((size_t)(LANES * width) * sizeof(bfloat));
+    bfloat* packed = scratch.take<bfloat>(LANES * width);
+    const bool finite = pack_rows(from, stride[2], stride[3], count, n, packed, width);
+    transpose_words((const u32*)packed, width / 2, features, LANES, LANES, width / 2);
+    if (!finite) clear_infinities(packed, LANES * width);
+    pairs_of_rows(packed, width, rows);
+    return finite;
+}
+#endif
+
+void prepare_block(void* context, i64 item) {
+    const Backward& f = *(const Backward*)context;
+    const Problem& p = f.problem;
+    const i64 bh = item / f.blocks;
+    const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
+    if (k.count <= 0) return;
+    const ELEMENT* q = place<ELEMENT>(p.query, k.b, k.h, k.first);
+    const ELEMENT* dout = place<ELEMENT>(f.grad_out, k.b, k.h, k.first);
+    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+#ifdef MATRIX_UNIT
+    const i64 at = item * LANES / 2;
+    const bool queries = pack_pairs(q, p.query.stride, k.count, p.d, (u32*)f.q_lanes + at * dp, (u32*)f.q_rows + at * dp);
+    const bool gradients = pack_pairs(dout, f.grad_out.stride, k.count, p.dv, (u32*)f.do_lanes + at * dvp, (u32*)f.do_rows + at * dvp);
+    f.finite[item] = queries && gradients;
+#else
+    transpose_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_lanes + item * p.d * LANES);
+    transpose_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_lanes + item * p.dv * LANES);
+    if (f.q_rows) widen_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_rows + item * LANES * dp, dp);
+    if (f.do_rows) widen_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_rows + item * LANES * dvp, dvp);
+#endif
+    const ELEMENT* out = place<ELEMENT>(f.out, k.b, k.h, k.first);
+    real* delta = (real*)f.delta + bh * p.n_q + k.first;
+    const real* dlse = f.grad_lse ? (const real*)f.grad_lse + bh * p.n_q + k.first : nullptr;
+    for (i64 l = 0; l < k.count; l++) {
+        real sum = 0;
+        for (i64 d = 0; d < p.dv; d++)
+            sum += widen(out[l * f.out.stride[2] + d * f.out.stride[3]]) * widen(dout[l * f.grad_out.stride[2] + d * f.grad_out.stride[3]]);
+        delta[l] = dlse ? sum - dlse[l] : sum;
+    }
+}
+
+// -- one tile ----------------------------------------------------------------------------------------------------------
+
+struct KeyTile {
+    real *keys, *values;  // [KEYS][d], [KEYS][dv] where they have to be copied
+    real *all_dk, *all_dv;  // [keys of the stretch, and room for a tile][padded d], [padded dv]
+    real *dk, *dv;          // this tile's rows of them
+    real *raw, *final;    // [KEYS][LANES] scores before and after score and mask; the same where there is no score
+    real *weight, *ds;    // [KEYS][LANES]
+    uint8_t* kept;
+    Rows<real> k, v;
+    bool finite;  // all keys and values are
+#ifdef MATRIX_UNIT
+    bfloat *k_rows, *v_rows, *k_columns;  // [KEYS][padded d], [KEYS][padded dv], [padded d][KEYS]
+    bfloat* tile_rows;                    // [KEYS][LANES] weights or ds
+    u32* tile_pairs;                      // [KEYS / 2][LANES] ds
+#endif
+    real *q_wide, *do_wide, *k_sound;  // [LANES][padded d], [LANES][padded dv], [KEYS][d], where there is NaN or infinity
+};
+
+KeyTile make_tile(const Problem& p, i64 keys) {
+    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    scratch.reserve((size_t)((keys + KEYS * 6) * (dp + dvp) + 6 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 32 * 64);
+    KeyTile t;
+    t.keys = scratch.take<real>(KEYS * p.d);
+    t.values = scratch.take<real>(KEYS * p.dv);
+    t.all_dk = scratch.take<real>((keys + KEYS) * dp);
+    t.all_dv = scratch.take<real>((keys + KEYS) * dvp);
+    __builtin_memset(t.all_dk, 0, (size_t)((keys + KEYS) * dp) * sizeof(real));
+    __builtin_memset(t.all_dv, 0, (size_t)((keys + KEYS) * dvp) * sizeof(real));
+    t.raw = scratch.take<real>(KEYS * LANES);
+    t.final = p.score.by_query ? scratch.take<real>(KEYS * LANES) : t.raw;
+    t.weight = scratch.take<real>(KEYS * LANES);
+    t.ds = scratch.take<real>(KEYS * LANES);
+    t.kept = scratch.take<uint8_t>(KEYS * LANES);
+#ifdef MATRIX_UNIT
+    t.k_rows = scratch.take<bfloat>(KEYS * dp);
+    t.v_rows = scratch.take<bfloat>(KEYS * dvp);
+    t.k_columns = scratch.take<bfloat>(KEYS * dp);
+    t.tile_rows = scratch.take<bfloat>(KEYS * LANES);
+    t.tile_pairs = scratch.take<u32>(KEYS / 2 * LANES);
+#endif
+    t.q_wide = scratch.take<real>(LANES * dp);
+    t.do_wide = scratch.take<real>(LANES * dvp);
+    t.k_sound = scratch.take<real>(KEYS * dp);
+    return t;
+}
+
+#ifndef MATRIX_UNIT
+// A block's rows: the copies, or where the tensor has them.
+Rows<real> block_rows(const void* copies, const Tensor& t, const Block& k, i64 item, i64 width) {
+    if (copies) return {(const real*)copies + item * LANES * width, width};
+    return {(const real*)place<ELEMENT>(t, k.b, k.h, k.first), t.stride[2]};
+}
+#endif
+
+// weight = P = exp(final - lse), ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
+void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything) {
+    const Problem& p = f.problem;
+    const i64 at = (k.b * p.heads + k.h) * p.n_q + k.first;
+    real lse[LANES], delta[LANES];
+    for (i64 l = 0; l < LANES; l++) {
+        const real there = l < k.count ? ((const real*)f.lse)[at + l] : -INFINITE<real>;
+        lse[l] = there == -INFINITE<real> ? INFINITE<real> : there;  // exp(s - inf) = 0: a row that attends to nothing
+        delta[l] = l < k.count ? ((const real*)f.delta)[at + l] : 0;
+    }
+    if (p.threshold) keep_tile(p, k.b, k.h, k.first, kv0, n, t.kept);
+    const real scale = (real)p.keep_scale;
+    for (i64 j = 0; j < n; j++) {
+        real *s = t.final + j * LANES, *weight = t.weight + j * LANES, *ds = t.ds + j * LANES;
+        const uint8_t* kept = t.kept + j * LANES;
+        if (p.threshold)
+            for (i64 l = 0; l < LANES; l++) ds[l] = kept[l] ? ds[l] * scale : 0;
+        for (i64 x = 0; x < LANES; x += WIDTH<real>) {
+            const vec<real> score = load(s + x);
+            vec<real> w = exponential(score - load(lse + x));
+            vec<real> g = w * (load(ds + x) - load(delta + x));
+            if (!everything) {
+                w = score == -INFINITE<real> ? vec<real>{} : w;
+                g = score == -INFINITE<real> ? vec<real>{} : g;
+            }
+            store(weight + x, w);
+            store(ds + x, g);
+        }
+        if (p.threshold)
+            for (i64 l = 0; l < LANES; l++) weight[l] = kept[l] ? weight[l] * scale : 0;
+    }
+}
+
+// dQ^T, dK and dV grow by a tile's share; dQ and dK are multiplied by the scale at the end.
+#ifdef MATRIX_UNIT
+void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq) {
+    const i64 dp = padded(f.problem.d, STEP), dvp = padded(f.problem.dv, STEP), depth = padded(n, STEP);
+    rows_of_tile(t.weight, n, t.tile_rows);
+    matrix_product(t.tile_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, LANES, true);
+    rows_of_tile(t.ds, n, t.tile_rows);
+    matrix_product(t.tile_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, LANES, true);
+    pairs_of_tile(t.ds, n, t.tile_pairs);
+    matrix_product(t.k_columns, KEYS, t.tile_pairs, LANES, dq, LANES, dp, LANES, depth, true);
+}
+#else
+void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq) {
+    const Problem& p = f.problem;
+    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
+    product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, 1, true);
+    product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, true);
+}
+#endif
+
+// What the products left out: NaN and infinities that are attended.
+void grow_by_infinities(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
+    const Problem& p = f.problem;
+    hear_infinities<real>(t.final, LANES, 1, dout, t.dv, padded(p.dv, WHOLE), 1, n, p.dv, k.count);
+    hear_infinities<real>(t.final, LANES, 1, q, t.dk, padded(p.d, WHOLE), 1, n, p.d, k.count);
+    hear_infinities<real>(t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n);
+}
+
+// One tile of keys against one block of queries.
+void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i64 kv0, i64 n, bool masked, double* const* gradients) {
+    const Problem& p = f.problem;
+    const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE), last = k.first + k.count - 1;
+    const bool scored = p.score.by_query != nullptr, selective = masked || scored;
+    real* dq = (real*)f.dq_lanes + (chunk * p.batch * p.heads * f.blocks + item) * padded(p.d, DQ_WHOLE) * LANES;
+#ifdef MATRIX_UNIT
+    matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
+    matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
+    for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
+#else
+    product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
+    product<real>(t.v.data, t.v.stride, 1, (const real*)f.do_lanes + item * p.dv * LANES, LANES, t.ds, LANES, n, LANES, p.dv, 1, false);
+#endif
+    if (scored) {
+        __builtin_memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
+        apply(p.score.by_query, p.score, k.b, k.h, kv0, n, k.first, last, t.final);
+    }
+    if (masked) apply(p.mask.by_query, p.mask, k.b, k.h, kv0, n, k.first, last, t.final);
+    if (k.count < LANES && scored)
+        for (i64 j = 0; j < n; j++)
+            for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
+    weights_and_slopes(f, t, k, kv0, n, !selective);
+    if (scored) ((Slope)f.slope)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
+#ifdef MATRIX_UNIT
+    grow(f, t, item, n, dq);
+    if (t.finite && f.finite[item]) return;
+    const Rows<real> q{t.q_wide, dp}, dout{t.do_wide, dvp};
+    widen_rows(place<bfloat>(p.query, k.b, k.h, k.first), p.query.stride[2], p.query.stride[3], k.count, p.d, t.q_wide, dp);
+    widen_rows(place<bfloat>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, t.do_wide, dvp);
+#else
+    const Rows<real> q = block_rows(f.q_rows, p.query, k, item, dp), dout = block_rows(f.do_rows, f.grad_out, k, item, dvp);
+    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, t.k, n, dq);
+    grow(f, t, k, without_infinities(q, k.count, p.d, t.q_wide, dp), without_infinities(dout, k.count, p.dv, t.do_wide, dvp),
+         without_infinities(t.k, n, p.d, t.k_sound, p.d), n, dq);
+#endif
+    grow_by_infinities(f, t, k, q, dout, n, dq);
+}
+
+// -- one stretch of keys -----------------------------------------------------------------------------------------------
+
+void load_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 kv0, i64 n) {
+    const Problem& p = f.problem;
+    t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
+    t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
+    t.finite = all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);
+#ifdef MATRIX_UNIT
+    const i64 dp = padded(p.d, STEP), dvp = padded(p.dv, STEP);
+    bfloat* rows = (bfloat*)t.q_wide;  // not in use yet, nor is k_sound
+    pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
+    pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
+    __builtin_memcpy(rows, t.k_rows, (size_t)(KEYS * dp) * sizeof(bfloat));
+    if (!t.finite) clear_infinities(rows, KEYS * dp);
+    pairs_of_rows(rows, dp, (u32*)t.k_sound);
+    transpose_words((const u32*)t.k_sound, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
+#endif
+}
+
+// One tile of keys against those of the blocks first .. last of a head that attend to it.
+void meet_blocks(const Backward& f, KeyTile& t, i64 b, i64 h, i64 row, i64 kv0, i64 n, i64 first, i64 last, i64 chunk, double* const* gradients) {
+    const Problem& p = f.problem;
+    const Walk& w = p.walk;
+    const i64 map_row = b * w.stride_batch + h * w.stride_head + row;
+    bool loaded = false;
+    for (int masked = 0; masked < 2; masked++) {
+        const Runs& runs = masked ? w.partial : w.full;
+        const i64 first_run = runs.offsets ? runs.offsets[map_row] : 0, last_run = runs.offsets ? runs.offsets[map_row + 1] : !masked;
+        for (i64 r = first_run; r < last_run; r++) {
+            const i64 begin = at_least(first, runs.offsets ? runs.start[r] * f.blocks_per_tile : 0);
+            const i64 end = at_most(last, runs.offsets ? (runs.start[r] + runs.count[r]) * f.blocks_per_tile : f.blocks);
+            for (i64 block = begin; block < end; block++) {
+                const Block k = block_of(f, b, h, block);
+                if (k.count <= 0) continue;
+                if (!loaded) load_keys(f, t, b, h / (p.heads / p.kv_heads), kv0, n);
+                loaded = true;
+                meet(f, t, k, block, chunk, kv0, n, masked && p.mask.by_query, gradients);
+            }
+        }
+    }
+}
+
+// Queries are taken in groups of blocks that stay in the cache while all the keys of the stretch pass by.
+void stretch_of_keys(const Backward& f, i64 item, double* const* gradients) {
+    const Problem& p = f.problem;
+    const Walk& w = p.walk;
+    const i64 hk = item % p.kv_heads, b = item / p.kv_heads % p.batch, chunk = item / p.kv_heads / p.batch, ratio = p.heads / p.kv_heads;
+    const i64 first_row = w.rows * chunk / f.chunks, last_row = w.rows * (chunk + 1) / f.chunks;
+    const i64 first_key = first_row * w.tile, keys = at_most(last_row * w.tile, p.n_kv) - first_key, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    const i64 together = at_least(1, CACHED_BYTES / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
+    KeyTile t = make_tile(p, keys);
+#ifdef MATRIX_UNIT
+    const MatrixUnit unit;
+#endif
+    for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++)
+        for (i64 block = 0; block < f.blocks; block += together)
+            for (i64 row = first_row; row < last_row; row++)
+                for (i64 kv0 = row * w.tile; kv0 < at_most((row + 1) * w.tile, p.n_kv); kv0 += KEYS) {
+                    const i64 n = at_most(KEYS, at_most((row + 1) * w.tile, p.n_kv) - kv0);
+                    t.dk = t.all_dk + (kv0 - first_key) * dp;
+                    t.dv = t.all_dv + (kv0 - first_key) * dvp;
+                    meet_blocks(f, t, b, h, row, kv0, n, block, at_most(block + together, f.blocks), chunk, gradients);
+                }
+    ELEMENT* dk = (ELEMENT*)f.dk + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.d;
+    ELEMENT* dv = (ELEMENT*)f.dv + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.dv;
+    for (i64 j = 0; j < keys; j++) {
+        for (i64 d = 0; d < p.d; d++) narrow(t.all_dk[j * dp + d] * (real)p.scale, dk[j * p.d + d]);
+        for (i64 d = 0; d < p.dv; d++) narrow(t.all_dv[j * dvp + d], dv[j * p.dv + d]);
+    }
+}
+
+void group_of_stretches(void* context, i64 group) {
+    const Backward& f = *(const Backward*)context;
+    double* const* gradients = f.gradients + group * f.captures;
+    if (f.group_offsets == nullptr) return stretch_of_keys(f, group, nullptr);
+    for (i64 k = f.group_offsets[group]; k < f.group_offsets[group + 1]; k++) stretch_of_keys(f, f.group_items[k], gradients);
+}
+
+// -- after: dQ from its shares -----------------------------------------------------------------------------------------
+
+void finish_block(void* context, i64 item) {
+    const Backward& f = *(const Backward*)context;
+    const Problem& p = f.problem;
+    const i64 bh = item / f.blocks, size = padded(p.d, DQ_WHOLE) * LANES, step = p.batch * p.heads * f.blocks * size;
+    const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
+    if (k.count <= 0) return;
+    real* sum = (real*)f.dq_lanes + item * size;
+    for (i64 chunk = 1; chunk < f.chunks; chunk++)
+        for (i64 x = 0; x < size; x++) sum[x] += sum[chunk * step + x];
+    real scale[LANES];
+    for (i64 l = 0; l < LANES; l++) scale[l] = (real)p.scale;
+    store_transposed(sum, scale, (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d, p.d, 1, k.count, p.d);
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void tilewise_backward(const Backward* f) {
+    const Problem& p = f->problem;
+    const bool little = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK;
+    const i64 threads = little ? 1 : p.threads;
+    p.run(prepare_block, (void*)f, p.batch * p.heads * f->blocks, threads);
+    p.run(group_of_stretches, (void*)f, f->groups, threads);
+    p.run(finish_block, (void*)f, p.batch * p.heads * f->blocks, threads);
+}

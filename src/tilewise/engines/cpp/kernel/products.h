@@ -1,0 +1,54 @@
+// Products of small matrices, held in registers block by block. (Kernels are compiled with contraction: a * b + c is one operation where the
+// machine has it.)
+#pragma once
+#include "elements.h"
+
+// C[i][x] = alpha * sum over k of A[i * a_row + k * a_step] * B[k * b_row + x]  (+ C[i][x] if `add`)
+// for R rows i and X vectors of columns x. B may be of a narrower type E.
+template <typename T, int R, int X, typename E>
+__attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_k, T alpha, bool add) {
+    vec<T> sum[R][X] = {};
+    for (i64 k = 0; k < n_k; k++, a += a_step, b += b_row) {
+        vec<T> column[X];
+#pragma GCC unroll 8
+        for (int x = 0; x < X; x++) column[x] = load_wide(b + x * WIDTH<T>);
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            const vec<T> one = spread(a[i * a_row]);
+#pragma GCC unroll 8
+            for (int x = 0; x < X; x++) sum[i][x] += one * column[x];
+        }
+    }
+    const vec<T> factor = spread(alpha);
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+        for (int x = 0; x < X; x++) {
+            T* place = c + i * c_row + x * WIDTH<T>;
+            store(place, add ? factor * sum[i][x] + load(place) : factor * sum[i][x]);
+        }
+}
+
+template <int R> struct Count { static constexpr int value = R; };
+
+template <typename T, int X, typename E>
+void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
+    i64 i = 0;
+    const auto next = [&](auto rows) {  // as many blocks of so many rows as are left
+        constexpr int R = decltype(rows)::value;
+        for (; i + R <= n_rows; i += R) product_block<T, R, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+    };
+    next(Count<BLOCK_ROWS>{});
+    next(Count<4>{});
+    next(Count<2>{});
+    next(Count<1>{});
+}
+
+// The same for n_columns columns, a multiple of the vector's width.
+template <typename T, typename E = T>
+void product(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
+    constexpr int wide = BLOCK_VECTORS * WIDTH<T>;
+    i64 x = 0;
+    for (; x + wide <= n_columns; x += wide) product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
+    for (; x < n_columns; x += WIDTH<T>) product_columns<T, 1>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
+}

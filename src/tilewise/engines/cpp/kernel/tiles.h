@@ -1,0 +1,210 @@
+// What forward and backward share: scratch memory, tiles of queries and keys in the computed type, scores, dropout.
+//
+// A tile of scores is transposed, S^T [keys][LANES queries]: a query is a lane, so that maxima and sums over keys need no shuffling, the
+// queries' tile is transposed once for all its keys, and keys and values are read as they lie in memory.
+#pragma once
+#include <stdlib.h>
+#include "arguments.h"
+#include "elements.h"
+#include "exponential.h"
+#include "products.h"
+#include "transpose.h"
+
+constexpr int LANES = 64;  // queries of a tile
+constexpr int KEYS = 64;   // keys of a tile, at most
+constexpr i64 LITTLE_WORK = 1 << 20;  // multiply-adds that are not worth waking a thread for
+
+template <typename T> constexpr T INFINITE = std::numeric_limits<T>::infinity();
+
+INLINE i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 at_least(i64 a, i64 b) { return a > b ? a : b; }
+INLINE i64 padded(i64 n, i64 to) { return (n + to - 1) / to * to; }
+
+// Memory of one thread, kept from tile to tile and call to call.
+class Scratch {
+  public:
+    ~Scratch() { free(memory); }
+    void reserve(size_t bytes) {
+        used = 0;
+        if (bytes <= size) return;
+        free(memory);
+        size = (bytes + 4095) / 4096 * 4096;
+        memory = (char*)aligned_alloc(4096, size);
+        if (memory == nullptr) abort();
+    }
+    template <typename T> T* take(i64 count) {
+        T* found = (T*)(memory + used);
+        used += (size_t)padded(count * (i64)sizeof(T), 64);
+        return found;
+    }
+
+  private:
+    char* memory = nullptr;
+    size_t size = 0, used = 0;
+};
+inline thread_local Scratch scratch;
+
+template <typename E> INLINE const E* place(const Tensor& t, i64 b, i64 h, i64 row) {
+    return (const E*)t.data + b * t.stride[0] + h * t.stride[1] + row * t.stride[2];
+}
+
+// -- rows in the computed type -----------------------------------------------------------------------------------------
+
+template <typename T> struct Rows {  // row i at data + i * stride, features one after another
+    const T* data;
+    i64 stride;
+};
+
+// `count` rows of n features, widened into `to` [count][width], zero beyond n.
+template <typename E, typename T> void widen_rows(const E* from, i64 row, i64 step, i64 count, i64 n, T* to, i64 width) {
+    for (i64 i = 0; i < count; i++) {
+        const E* source = from + i * row;
+        T* target = to + i * width;
+        if (step == 1)
+            for (i64 d = 0; d < n; d++) target[d] = widen(source[d]);
+        else
+            for (i64 d = 0; d < n; d++) target[d] = widen(source[d * step]);
+        for (i64 d = n; d < width; d++) target[d] = 0;
+    }
+}
+
+// Rows of a tensor: where they lie, if they are of the computed type and whole (`to` null allows any width), else a copy.
+template <typename E, typename T> Rows<T> rows_of(const Tensor& t, i64 b, i64 h, i64 first, i64 count, i64 n, T* to, i64 width) {
+    const E* from = place<E>(t, b, h, first);
+    if constexpr (sizeof(E) == sizeof(T))
+        if (t.stride[3] == 1 && width == n) return {(const T*)from, t.stride[2]};
+    widen_rows(from, t.stride[2], t.stride[3], count, n, to, width);
+    return {to, width};
+}
+
+// to[d][lane] = row `lane`, feature d; zero in lanes without a row.
+template <typename E, typename T> void transpose_rows(const E* from, i64 row, i64 step, i64 count, i64 n, T* to) {
+    for (i64 l0 = 0; l0 < LANES; l0 += SIDE)
+        for (i64 d0 = 0; d0 < n; d0 += SIDE) {
+            const i64 rows = at_most(at_least(count - l0, 0), SIDE), columns = at_most(n - d0, SIDE);
+            T square[SIDE * SIDE];
+            if (rows == SIDE && columns == SIDE && step == 1) {
+                for (i64 l = 0; l < SIDE; l++)
+                    for (i64 d = 0; d < SIDE; d++) square[l * SIDE + d] = widen(from[(l0 + l) * row + d0 + d]);
+                if constexpr (sizeof(T) == sizeof(u32)) {
+                    transpose_square((const u32*)square, SIDE, (u32*)to + d0 * LANES + l0, LANES);
+                    continue;
+                }
+            } else {
+                for (i64 l = 0; l < rows; l++)
+                    for (i64 d = 0; d < columns; d++) square[l * SIDE + d] = widen(from[(l0 + l) * row + (d0 + d) * step]);
+            }
+            for (i64 d = 0; d < columns; d++)
+                for (i64 l = 0; l < SIDE; l++) to[(d0 + d) * LANES + l0 + l] = l < rows ? square[l * SIDE + d] : (T)0;
+        }
+}
+
+// The way back, times a factor of each lane. `from` has whole squares of features.
+template <typename E, typename T> void store_transposed(const T* from, const T* factor, E* to, i64 row, i64 step, i64 count, i64 n) {
+    for (i64 l0 = 0; l0 < count; l0 += SIDE)
+        for (i64 d0 = 0; d0 < n; d0 += SIDE) {
+            T square[SIDE * SIDE];
+            if constexpr (sizeof(T) == sizeof(u32))
+                transpose_square((const u32*)from + d0 * LANES + l0, LANES, (u32*)square, SIDE);
+            else
+                for (i64 d = 0; d < SIDE; d++)
+                    for (i64 l = 0; l < SIDE; l++) square[l * SIDE + d] = from[(d0 + d) * LANES + l0 + l];
+            const i64 rows = at_most(count - l0, SIDE), columns = at_most(n - d0, SIDE);
+            for (i64 l = 0; l < rows; l++) {
+                E* target = to + (l0 + l) * row + d0 * step;
+                const T times = factor[l0 + l];
+                if (step == 1 && columns == SIDE)
+                    for (i64 d = 0; d < SIDE; d++) narrow(square[l * SIDE + d] * times, target[d]);
+                else
+                    for (i64 d = 0; d < columns; d++) narrow(square[l * SIDE + d] * times, target[d * step]);
+            }
+        }
+}
+
+// -- NaN and infinity where nobody looks -----------------------------------------------------------------------------
+
+template <typename T> bool all_finite(Rows<T> rows, i64 count, i64 n) {
+    T off = 0;  // x - x is 0 or NaN
+    for (i64 i = 0; i < count; i++) {
+        const T* row = rows.data + i * rows.stride;
+        T here = 0;
+#pragma omp simd reduction(+ : here)
+        for (i64 d = 0; d < n; d++) here += row[d] - row[d];
+        off += here;
+    }
+    return off == 0;
+}
+
+// 0 * NaN is NaN, so what is not attended must not enter a product. Where a tile holds NaN or infinity, the product is taken of rows in which they are 0,
+// and those that are attended are added afterwards, whatever their weight.
+template <typename T> Rows<T> without_infinities(Rows<T> rows, i64 count, i64 n, T* to, i64 width) {
+    for (i64 i = 0; i < count; i++)
+        for (i64 d = 0; d < width; d++) {
+            const T x = d < n ? rows.data[i * rows.stride + d] : 0;
+            to[i * width + d] = x - x == 0 ? x : 0;
+        }
+    return {to, width};
+}
+
+// c[i * c_row + x * c_step] += every values[k][x] that is not finite and where final[i * by_i + k * by_k] is not -inf
+template <typename T>
+void hear_infinities(const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i64 c_row, i64 c_step, i64 n_rows, i64 n_columns, i64 n_k) {
+    for (i64 k = 0; k < n_k; k++)
+        for (i64 x = 0; x < n_columns; x++) {
+            const T value = values.data[k * values.stride + x];
+            if (value - value == 0) continue;
+            for (i64 i = 0; i < n_rows; i++)
+                if (final[i * by_i + k * by_k] != -INFINITE<T>) c[i * c_row + x * c_step] += value;
+        }
+}
+
+// -- programs ----------------------------------------------------------------------------------------------------------
+
+// A generated function on a tile: rows first .. first + rows of one axis, lanes from first_lane on of the other; a lane past the last repeats it.
+template <typename T> using TileFunction = void (*)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, T* scores);
+
+template <typename T> INLINE void apply(void* function, const Program& program, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, T* scores) {
+    ((TileFunction<T>)function)(&program, b, h, first, rows, first_lane, last_lane, scores);
+}
+
+// -- dropout -----------------------------------------------------------------------------------------------------------
+
+// Philox-4x32-10 of (column, row, h, b): 16 bits for each of eight elements of an aligned 16 x 16 square, as engines/dropout.py lays them out.
+INLINE void philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1, u32* words, i64 stride) {
+    for (int round = 0; round < 10; round++) {
+        const uint64_t first = (uint64_t)0xD2511F53u * c0, second = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (u32)(second >> 32) ^ c1 ^ k0;
+        c1 = (u32)second;
+        c2 = (u32)(first >> 32) ^ c3 ^ k1;
+        c3 = (u32)first;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    words[0] = c0;
+    words[stride] = c1;
+    words[2 * stride] = c2;
+    words[3 * stride] = c3;
+}
+
+// kept[j][lane] for keys kv0 + j and queries q0 + lane.
+inline void keep_tile(const Problem& p, i64 b, i64 h, i64 q0, i64 kv0, i64 n, uint8_t* kept) {
+    constexpr i64 MOST = (LANES / 16 + 1) * 8;
+    const i64 first_row = q0 / 16 * 8, rows = (q0 + LANES - 1) / 16 * 8 + 8 - first_row;
+    i32 index[LANES];  // where a lane's word lies in words[4][MOST], for the lower keys of a square
+    for (i64 l = 0; l < LANES; l++) {
+        const i64 i = q0 + l;
+        index[l] = (i32)((i >> 3 & 1) * 2 * MOST + (i >> 4) * 8 + (i & 7) - first_row);
+    }
+    u32 words[4 * MOST];
+    for (i64 square = kv0 / 16 * 16; square < kv0 + n; square += 16)
+        for (i64 c = 0; c < 4; c++) {
+            for (i64 r = 0; r < rows; r++)
+                philox((u32)(square / 16 * 4 + c), (u32)(first_row + r), (u32)h, (u32)b, (u32)p.seed, (u32)(p.seed >> 32), words + r, MOST);
+            for (i64 upper = 0; upper < 2; upper++)
+                for (i64 odd = 0; odd < 2; odd++) {
+                    const i64 j = square + 2 * c + 8 * upper + odd - kv0;
+                    if (j < 0 || j >= n) continue;
+                    for (i64 l = 0; l < LANES; l++) kept[j * LANES + l] = (i64)(words[index[l] + upper * MOST] >> (16 * odd) & 0xffff) >= p.threshold;
+                }
+        }
+}

@@ -1,0 +1,98 @@
+"""Compiled C++: from memory, from the store, or built and put there."""
+
+import ctypes
+import hashlib
+import os
+import tempfile
+import threading
+from contextlib import suppress
+from functools import lru_cache
+from typing import NamedTuple
+
+from tilewise import store
+from tilewise._version import __version__
+from tilewise.engines.cpp import compiler
+from tilewise.engines.cpp.compiler import CompilerError
+
+
+class Counts:
+    """Libraries this process compiled, and took from the store; tests count."""
+
+    built = 0
+    loaded = 0
+
+
+class Unit(NamedTuple):
+    """What one library is compiled from."""
+
+    source: str
+    extra: tuple[str, ...]  # further words for the compiler
+
+
+_libraries: dict[Unit, ctypes.CDLL] = {}
+_lock = threading.Lock()
+
+
+def library_of(unit: Unit) -> ctypes.CDLL:
+    found = _libraries.get(unit)
+    if found is None:
+        with _lock:
+            found = _libraries.get(unit)
+            if found is None:
+                found = _libraries[unit] = _load(parts_of(unit)["library"])
+    return found
+
+
+def parts_of(unit: Unit) -> dict[str, bytes]:
+    """The compiled unit: from the store, or built and put there."""
+    key = key_of(unit)
+    parts = store.read(key)
+    if parts is None:
+        with store.building(key):
+            parts = store.read(key)
+            if parts is None:
+                parts = {"library": compiler.compiled(unit.source, unit.extra)}
+                store.write(key, parts)
+                Counts.built += 1
+                return parts
+    Counts.loaded += 1
+    return parts
+
+
+def key_of(unit: Unit) -> str:
+    return hashlib.sha256(f"{sources_digest()} {compiler.identity()} {unit!r}".encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def sources_digest() -> str:
+    """Changes with tilewise and with the kernels' own source."""
+    digest = hashlib.sha256(__version__.encode())
+    for path in sorted(compiler.KERNELS.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _load(data: bytes) -> ctypes.CDLL:
+    """The system loads libraries from files: a private one, which is gone once it is loaded."""
+    reasons = []
+    for folder in (None, str(store.kernel_root())):  # temporary files may not be executable
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="tilewise-", suffix=".so", delete=False) as file:
+                file.write(data)
+        except OSError as error:
+            reasons.append(str(error))
+            continue
+        try:
+            return ctypes.CDLL(file.name)
+        except OSError as error:
+            reasons.append(str(error))
+        finally:
+            with suppress(OSError):
+                os.unlink(file.name)
+    raise CompilerError(f"a compiled kernel could not be loaded: {'; '.join(reasons)}")
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int:
+    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert found is not None
+    return found

@@ -1,0 +1,52 @@
+"""Whether the processor's matrix unit (AMX) can really be used: some virtual machines announce it and then end a process that tries."""
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+from tilewise import store
+from tilewise.engines.cpp import compiler
+
+SOURCE = '#include "probe.cpp"\n'
+TRY = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).tilewise_try_matrix_unit() == 1 else 1)"
+SECONDS = 60
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
+
+
+@lru_cache(maxsize=1)
+def usable() -> bool:
+    """Tried once on this machine, in a process of its own."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or "amx_bf16" not in compiler.processor():
+        return False
+    key = sha256(f"matrix unit {platform.node()} {os.uname().release} {compiler.identity()}".encode()).hexdigest()
+    known = store.read(key)
+    if known is None:
+        known = {"usable": b"yes" if _try() else b"no"}
+        store.write(key, known)
+    return known.get("usable") == b"yes" and _granted()
+
+
+def _granted() -> bool:
+    """The system gives a process the unit's registers only when asked, and may say no."""
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+
+
+def _try() -> bool:
+    try:
+        data = compiler.compiled(SOURCE, compiler.FOR_KERNELS)
+    except compiler.CompilerError:
+        return False
+    with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
+        library = Path(folder) / "probe.so"
+        library.write_bytes(data)
+        try:
+            ran = subprocess.run([sys.executable, "-I", "-S", "-c", TRY, str(library)], capture_output=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+    return ran.returncode == 0

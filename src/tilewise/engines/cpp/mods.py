@@ -1,0 +1,108 @@
+"""Generated mask and score functions of a problem, made once per structure."""
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.engines.cpp.compiler import FOR_PROGRAMS
+from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, mask_source, score_source, slope_source
+from tilewise.engines.cpp.libraries import Unit, address_of, library_of
+from tilewise.lang import Call, Program, derive
+from tilewise.problem import Problem
+
+MOST_FUNCTIONS = 4096
+_functions: dict[Any, Unit] = {}
+
+
+def mask_unit(p: Problem) -> Unit | None:
+    return None if p.mask is None else _unit("mask", p.mask, p, lambda call: mask_source(_both_ways(call, p), real(p)))
+
+
+def score_unit(p: Problem) -> Unit | None:
+    return None if p.score is None else _unit("score", p.score, p, lambda call: score_source(_both_ways(call, p), real(p)))
+
+
+def slope_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
+    """The score's derivative, and the gradients of the wanted captures."""
+
+    def make(call: Call) -> str:
+        derivative = derive(call.program, wanted)
+        return slope_source(_writer(derivative.program, call, p, BY_QUERY), derivative, real(p))
+
+    return None if p.score is None else _unit(f"slope {sorted(wanted)}", p.score, p, make)
+
+
+def real(p: Problem) -> str:
+    return "double" if p.dtype == torch.float64 else "float"
+
+
+def _unit(kind: str, call: Call, p: Problem, make: Callable[[Call], str]) -> Unit:
+    """What is generated depends on the program, and on what its integers and the lengths let the bounds prove."""
+    places = tuple([(t.shape, t.stride()) for t in call.captures])
+    extents = Extents(p.batch, p.heads, p.q_len, p.kv_len)
+    key = (kind, call.program.text, call.ints, places, extents, p.dtype == torch.float64)
+    found = _functions.get(key)
+    if found is None:
+        if len(_functions) >= MOST_FUNCTIONS:
+            _functions.clear()
+        found = _functions[key] = Unit(make(call), FOR_PROGRAMS)
+    return found
+
+
+def _both_ways(call: Call, p: Problem) -> list[Writer]:
+    return [_writer(call.program, call, p, axes) for axes in (BY_QUERY, BY_KEY)]
+
+
+def _writer(program: Program, call: Call, p: Problem, axes: Axes) -> Writer:
+    layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, _reach(t) >= 2**31) for t in call.captures)
+    return Writer(program, call, Extents(p.batch, p.heads, p.q_len, p.kv_len), layouts, axes)
+
+
+def _reach(t: Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+
+
+class Arguments(NamedTuple):
+    """The kernel's `Program` as numbers, and what they point to."""
+
+    values: tuple[int, ...]
+    kept: Any = None
+
+
+ABSENT = Arguments((0,) * 6)
+
+
+def program_arguments(call: Call | None, unit: Unit | None) -> Arguments:
+    if call is None or unit is None:
+        return ABSENT
+    arrays = call_arrays(call) if call.captures else _without_captures(call.ints, call.floats)
+    return Arguments((*_addresses(unit), *arrays.values), arrays.kept)
+
+
+@lru_cache(maxsize=1024)
+def _addresses(unit: Unit) -> tuple[int, int]:
+    library = library_of(unit)
+    return address_of(library, "by_query"), address_of(library, "by_key")
+
+
+@lru_cache(maxsize=256)
+def _without_captures(ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
+    return _arrays((), ints, floats)
+
+
+def call_arrays(call: Call) -> Arguments:
+    """Pointers to the captures, ints, floats, and the captures' sizes and strides."""
+    return _arrays(call.captures, call.ints, call.floats)
+
+
+def _arrays(tensors: tuple[Tensor, ...], ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
+    places = [x for t in tensors for x in (*t.shape, *t.stride())]
+    kept = (
+        (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]), (ctypes.c_int64 * len(ints))(*ints),
+        (ctypes.c_double * len(floats))(*floats), (ctypes.c_int64 * len(places))(*places),
+    )  # fmt: skip
+    return Arguments(tuple([ctypes.addressof(k) for k in kept]), kept)

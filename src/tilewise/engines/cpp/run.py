@@ -1,0 +1,255 @@
+"""How a problem becomes calls of the C++ kernels."""
+
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.engines.base import Gradients, Output, like_query, scalar_seed
+from tilewise.engines.cpp import matrix_unit, threads
+from tilewise.engines.cpp.compiler import FOR_KERNELS
+from tilewise.engines.cpp.libraries import Unit, address_of, library_of
+from tilewise.engines.cpp.mods import Arguments, mask_unit, program_arguments, score_unit, slope_unit
+from tilewise.engines.cpp.walks import KEYS, LANES, Walk, column_walk, row_walk
+from tilewise.engines.dropout import keep_scale, threshold
+from tilewise.lang import derive
+from tilewise.problem import Problem
+
+ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
+DECODE_QUERIES, KEYS_PER_SPLIT, MOST_SPLITS = 4, 512, 32  # decoding: at most so many queries; keys of a part, at least
+MOST_CHUNKS, TILES_PER_CHUNK = 16, 8  # the backward's stretches of keys: as many in all, each of so many tiles at least
+PRIVATE_GROUPS, PRIVATE_BYTES = 8, 2**28  # captures' gradients that everyone adds to: copies, and their size in all, at most
+
+# The kernels' structs, as in kernel/arguments.h: every field has 8 bytes.
+TENSOR = "5q"
+PROBLEM = f"=9q{3 * TENSOR}12q12qqdd2q"
+FORWARD = f"{PROBLEM}{TENSOR}7q"
+BACKWARD = f"{PROBLEM}{2 * TENSOR}21q"
+
+
+def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
+    """name: forward (and decode) or backward."""
+    matrices = ("-DMATRIX_UNIT",) if by_matrices(dtype) else ()
+    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *matrices))
+
+
+def by_matrices(dtype: torch.dtype) -> bool:
+    """Whether products run on the processor's matrix unit."""
+    return dtype == torch.bfloat16 and matrix_unit.usable()
+
+
+@lru_cache(maxsize=16)
+def _kernel(name: str, dtype: torch.dtype) -> Callable[[bytes], None]:
+    function = getattr(library_of(kernel_unit("backward" if name == "backward" else "forward", dtype)), f"tilewise_{name}")
+    function.argtypes, function.restype = (ctypes.c_char_p,), None
+    return function
+
+
+def forward(p: Problem) -> Output:
+    out = like_query(p.query, p.v_dim)
+    lse = torch.empty((p.batch, p.heads, p.q_len), dtype=p.inner_dtype)
+    highest = torch.empty_like(lse)
+    if p.query.numel() == 0 or p.key.numel() == 0:
+        return _nothing_to_attend(p, out, lse, highest)
+    decoding = is_decoding(p)
+    values, kept = _problem_values(p, _no_walk() if decoding else row_walk(p))
+    splits, parts = 1, None
+    if decoding:
+        splits = split_count(p)
+        parts = torch.empty((p.batch, p.kv_heads, splits, p.heads // p.kv_heads * p.q_len, p.v_dim + 2), dtype=p.inner_dtype)
+    matrices = _matrices(p) if by_matrices(p.dtype) and not decoding else []
+    arguments = struct.pack(
+        FORWARD, *values, *_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, 0 if parts is None else parts.data_ptr(),
+        *([t.data_ptr() for t in matrices] or [0, 0, 0]),
+    )  # fmt: skip
+    _kernel("decode" if decoding else "forward", p.dtype)(arguments)
+    del kept
+    return Output(out, lse, highest)
+
+
+def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+    if p.score is not None:
+        captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
+        p = replace(p, score=replace(p.score, captures=captures))
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
+    delta = torch.zeros((p.batch, p.heads, p.q_len), dtype=p.inner_dtype)
+    sums = _capture_sums(p, wanted)
+    grad_lse = None if grad_lse is None else grad_lse.to(p.inner_dtype).contiguous()
+    if p.query.numel() and p.key.numel():
+        _run_backward(p, output, grad_out.to(p.dtype), grad_lse, delta, (dq, dk, dv), wanted, sums)
+    else:
+        delta = delta if grad_lse is None else delta - grad_lse
+        for t in (dq, dk, dv):
+            t.zero_()
+    sinks = None
+    if p.sinks is not None:
+        weight = torch.where(output.lse == -torch.inf, 0.0, torch.exp(p.sinks.to(p.inner_dtype).view(1, -1, 1) - output.lse))
+        sinks = -(weight * delta).sum((0, 2)).to(p.sinks.dtype)
+    captured = {} if p.score is None else {k: t.sum(0).to(p.score.captures[k].dtype) for k, t in sums.items()}
+    return Gradients(dq, dk, dv, sinks, captured)
+
+
+def _run_backward(
+    p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor, found: tuple[Tensor, ...],
+    wanted: frozenset[int], sums: dict[int, Tensor],
+) -> None:  # fmt: skip
+    walk = column_walk(p)
+    values, kept = _problem_values(p, walk)
+    groups = _group_arguments(p, wanted, sums)
+    blocks_per_tile = -(-walk.other_tile // LANES)
+    blocks = -(-p.q_len // walk.other_tile) * blocks_per_tile
+    layouts = _query_layouts(p, grad_out, blocks)
+    chunks = 1 if wanted else chunk_count(p, walk)
+    dq_lanes = torch.zeros((chunks, p.batch, p.heads, blocks, _padded(p.head_dim), LANES), dtype=p.inner_dtype)
+    slope = slope_unit(p, wanted)
+    arguments = struct.pack(
+        BACKWARD, *values, *_tensor(output.out), *_tensor(grad_out), output.lse.data_ptr(), _address(grad_lse), delta.data_ptr(), blocks, blocks_per_tile,
+        *[_address(t) for t in layouts], dq_lanes.data_ptr(), *[t.data_ptr() for t in found], 0 if slope is None else address_of(library_of(slope), "slope"),
+        *groups.values[:2], chunks, *groups.values[2:],
+    )  # fmt: skip
+    _kernel("backward", p.dtype)(arguments)
+    del kept
+
+
+def _query_layouts(p: Problem, grad_out: Tensor, blocks: int) -> list[Tensor | None]:
+    """Room for queries and output gradients as the products read them: by lanes, by rows (where their own do not serve), and whether they are finite."""
+
+    def empty(*rest: int, dtype: torch.dtype = p.inner_dtype) -> Tensor:
+        return torch.empty((p.batch, p.heads, blocks, *rest), dtype=dtype)
+
+    if by_matrices(p.dtype):
+        sizes = _padded(p.head_dim), _padded(p.v_dim)
+        pairs = [empty(d // 2, LANES, dtype=torch.int32) for d in sizes] + [empty(LANES // 2, d, dtype=torch.int32) for d in sizes]
+        return [*pairs, empty(dtype=torch.uint8)]
+    width = 64 // p.inner_dtype.itemsize
+    rows = [None if _serves(t, p) else empty(LANES, -(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
+    return [empty(p.head_dim, LANES), empty(p.v_dim, LANES), *rows, None]
+
+
+def _group_arguments(p: Problem, wanted: frozenset[int], sums: dict[int, Tensor]) -> Arguments:
+    """Where each group adds up the captures' gradients, how many captures there are, how many groups, and their items."""
+    if not wanted:
+        return Arguments((0, 0, chunk_count(p, column_walk(p)) * p.batch * p.kv_heads, 0, 0))
+    assert p.score is not None
+    groups, slots = _groups(p, wanted), len(p.score.captures)
+    pointers = (ctypes.c_void_p * (len(groups) * slots))()
+    offsets = (ctypes.c_int64 * (len(groups) + 1))()
+    items = (ctypes.c_int64 * (p.batch * p.kv_heads))(*[item for group in groups for item in group])
+    for g, group in enumerate(groups):
+        offsets[g + 1] = offsets[g] + len(group)
+        for slot, copies in sums.items():
+            pointers[g * slots + slot] = copies[g % len(copies)].data_ptr()
+    numbers = (ctypes.addressof(pointers), slots, len(groups), ctypes.addressof(offsets), ctypes.addressof(items))
+    return Arguments(numbers, (pointers, offsets, items))
+
+
+def _matrices(p: Problem) -> list[Tensor]:
+    """Room for keys and transposed values in the matrix unit's layout, and whether each block is finite."""
+    shape = (p.batch, p.kv_heads, -(-p.kv_len // KEYS), KEYS)
+    return [p.key.new_empty((*shape, _padded(p.head_dim))), p.key.new_empty((*shape, _padded(p.v_dim))), torch.empty(shape[:3], dtype=torch.uint8)]
+
+
+def _padded(size: int) -> int:
+    return -(-size // 32) * 32
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _problem_values(p: Problem, walk: Walk) -> tuple[list[Any], Any]:
+    """The kernel's `Problem`, and what has to live as long as it."""
+    mask, score = program_arguments(p.mask, mask_unit(p)), program_arguments(p.score, score_unit(p))
+    sinks = None if p.sinks is None else p.sinks.to(p.inner_dtype).contiguous()
+    dropped = p.dropout_p > 0
+    values = [
+        threads.pool(), torch.get_num_threads(), p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.v_dim,
+        *_tensor(p.query), *_tensor(p.key), *_tensor(p.value), *walk.values, *mask.values, *score.values, 0 if sinks is None else sinks.data_ptr(),
+        float(p.scale), keep_scale(p.dropout_p) if dropped else 1.0, threshold(p.dropout_p), scalar_seed(p) if dropped else 0,
+    ]  # fmt: skip
+    return values, (mask, score, sinks, walk)
+
+
+def _tensor(t: Tensor) -> tuple[int, ...]:
+    return (t.data_ptr(), *t.stride())
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _no_walk() -> Walk:
+    return Walk((0,) * 12, 0, 0, 0)
+
+
+def _serves(t: Tensor, p: Problem) -> bool:
+    """Whether a product can read a tensor's rows where they are: of the computed type, one after another, whole vectors."""
+    return t.dtype == p.inner_dtype and t.stride(3) == 1 and t.shape[3] * t.element_size() % 64 == 0
+
+
+# -- how the work is cut: by the shapes alone, so that the result does not depend on the number of threads ----------------
+
+
+def is_decoding(p: Problem) -> bool:
+    """Few queries, too few to fill the lanes of a tile, and no backward to come, which would add up the scores in another order.
+
+    A map given as tiles is walked by tiles.
+    """
+    return p.q_len <= DECODE_QUERIES and (p.tiles is None or not p.tiles.given) and not any([t.requires_grad for t in (p.query, p.key, p.value)])
+
+
+def split_count(p: Problem) -> int:
+    return max(1, min(p.kv_len // KEYS_PER_SPLIT, MOST_SPLITS))
+
+
+def chunk_count(p: Problem, walk: Walk) -> int:
+    return max(1, min(MOST_CHUNKS // (p.batch * p.kv_heads), walk.rows // TILES_PER_CHUNK))
+
+
+def _capture_sums(p: Problem, wanted: frozenset[int]) -> dict[int, Tensor]:
+    """Where the captures' gradients are added up: [copies, *shape]."""
+    if p.score is None or not wanted:
+        return {}
+    copies = 1 if owned_axes(p, wanted) else private_copies(p, wanted)
+    return {k: torch.zeros((copies, *p.score.captures[k].shape), dtype=torch.float64) for k in wanted}
+
+
+def _groups(p: Problem, wanted: frozenset[int]) -> list[list[int]]:
+    """(batch, kv head) items that one thread takes in order because they add to the same places."""
+    count = p.batch * p.kv_heads
+    if not wanted:
+        return []
+    axes = owned_axes(p, wanted)
+    if axes:
+        keys = [(k // p.kv_heads if "b" in axes else 0, k % p.kv_heads if "h" in axes else 0) for k in range(count)]
+        return [[k for k in range(count) if keys[k] == key] for key in sorted(set(keys))]
+    groups = min(private_copies(p, wanted), count)
+    return [list(range(count * g // groups, count * (g + 1) // groups)) for g in range(groups)]
+
+
+def owned_axes(p: Problem, wanted: frozenset[int]) -> frozenset[str]:
+    """Of b and h, those by which every load of a wanted capture is indexed: different ones add to different places."""
+    assert p.score is not None
+    derivative = derive(p.score.program, wanted)
+    owned = frozenset("bh")
+    for site in derivative.sites:
+        instructions = [derivative.program.instructions[derivative.program.results[k]] for k in site.indices]
+        owned &= {i.attr for i in instructions if i.op == "index"}
+    sizes = {"b": p.batch, "h": p.kv_heads}
+    return frozenset(a for a in owned if sizes[a] > 1)
+
+
+def private_copies(p: Problem, wanted: frozenset[int]) -> int:
+    assert p.score is not None
+    size = 8 * sum(p.score.captures[k].numel() for k in wanted)
+    return max(1, min(PRIVATE_GROUPS, p.batch * p.kv_heads, PRIVATE_BYTES // max(size, 1)))
+
+
+def _nothing_to_attend(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> Output:
+    """No keys at all: outputs are 0; the sink, where there is one, is the whole sum."""
+    lse = lse.fill_(-torch.inf) if p.sinks is None else p.sinks.to(p.inner_dtype).view(1, -1, 1).expand_as(lse).contiguous()
+    return Output(out.zero_(), lse, highest.fill_(-torch.inf))

@@ -1,0 +1,92 @@
+"""Programs as C++ against the torch interpreter, which defines them: many generated ones, compiled together."""
+
+import ctypes
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lang.generated import captures, function_of, trees
+from tests.lang.programs import trace_value
+from tilewise.engines.cpp import compiler, missing
+from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, score_source
+from tilewise.engines.cpp.mods import call_arrays
+from tilewise.lang import Call, interpret
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+LANES, ROWS = 64, 5
+PROGRAMS = 150
+B, H = 1, 2
+
+
+def drawn() -> list[tuple[Any, int]]:
+    """Trees and seeds of their captures, the same every time."""
+    found: list[tuple[Any, int]] = []
+
+    @settings(max_examples=PROGRAMS, database=None)
+    @given(st.sampled_from("iffb").flatmap(lambda kind: trees(kind, 3)), st.integers(0, 3))
+    def collect(tree: Any, seed: int) -> None:
+        found.append((tree, seed))
+
+    collect()
+    return found
+
+
+def inputs(axes: Axes) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    row, lane = torch.arange(ROWS).view(-1, 1), torch.arange(LANES).view(1, -1)
+    score = torch.randint(-12, 13, (ROWS, LANES), generator=generator) / 4.0
+    return {"b": torch.tensor(B), "h": torch.tensor(H), axes.row: row, axes.lane: lane, "score": score}
+
+
+def writer(call: Call, axes: Axes) -> Writer:
+    layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, False) for t in call.captures)
+    return Writer(call.program, call, Extents(B + 1, H + 1, 64, 64), layouts, axes)
+
+
+def interpreted(call: Call, axes: Axes) -> torch.Tensor | None:
+    """None where torch raises: a division of integers by 0, say."""
+    try:
+        (found,) = interpret(call.program, call, inputs(axes))
+    except RuntimeError:
+        return None
+    return torch.as_tensor(found).float().expand(ROWS, LANES)
+
+
+@pytest.mark.parametrize("axes", [BY_QUERY, BY_KEY], ids=lambda a: a.name)
+def test_generated_programs(axes: Axes) -> None:
+    calls, sources = [], []
+    for tree, seed in drawn():
+        call = trace_value(function_of(tree, captures(seed)), torch.float32)
+        if interpreted(call, axes) is None:
+            continue
+        source = score_source([writer(call, axes)], "float")
+        sources.append(re.sub(rf"void {axes.name}\(", f"void program_{len(calls)}(", source))
+        calls.append((tree, call))
+    assert len(calls) > PROGRAMS // 2
+    data = compiler.compiled("\n".join(sources), ("-O1", "-ffp-contract=off"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "programs.so"
+        path.write_bytes(data)
+        library = ctypes.CDLL(str(path))
+    different = [str(tree) for k, (tree, call) in enumerate(calls) if not agrees(library, k, call, axes)]
+    assert not different, f"{len(different)} of {len(calls)} programs differ, the first: {min(different, key=len)}"
+
+
+def agrees(library: ctypes.CDLL, k: int, call: Call, axes: Axes) -> bool:
+    arguments = (ctypes.c_int64 * 6)()
+    arrays = call_arrays(call)
+    arguments[:] = (0, 0, *arrays.values)
+    tile = inputs(axes)["score"].float().contiguous()
+    function = getattr(library, f"program_{k}")
+    function.restype = None
+    function(arguments, *(ctypes.c_int64(x) for x in (B, H, 0, ROWS, 0, LANES - 1)), ctypes.c_void_p(tile.data_ptr()))
+    wanted = interpreted(call, axes)
+    assert wanted is not None
+    return torch.allclose(tile, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -1,0 +1,147 @@
+// The C++ kernels against attention written out in double, for one element type (-DELEMENT=...), meant to be run under sanitizers.
+// A causal mask and a score of two loads stand in for generated functions. Prints what differs; ends with 1 if anything does.
+#include "forward.cpp"
+namespace back {
+#include "backward.cpp"
+}
+#include "pool.cpp"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+struct Shape {
+    i64 batch, heads, kv_heads, n_q, n_kv, d, dv;
+    bool masked;
+    i64 threads;
+};
+
+static unsigned state = 1;
+static double number() {
+    state = state * 1664525u + 1013904223u;
+    return (double)(state >> 8) / (1 << 23) - 1.0;
+}
+
+struct Array {  // (batch, heads, length, dim), rows one element apart from each other so that strides differ from sizes
+    i64 heads, length, dim;
+    ELEMENT* data;
+    Array(i64 b, i64 h, i64 n, i64 d) : heads(h), length(n), dim(d), data(new ELEMENT[b * h * n * (d + 1)]) {
+        for (i64 k = 0; k < b * h * n * (d + 1); k++) narrow((real)number(), data[k]);
+    }
+    ~Array() { delete[] data; }
+    double at(i64 b, i64 h, i64 i, i64 d) const { return widen(data[((b * heads + h) * length + i) * (dim + 1) + d]); }
+    Tensor tensor() const { return {data, {heads * length * (dim + 1), length * (dim + 1), dim + 1, 1}}; }
+};
+
+static void causal(const Program*, i64, i64, i64 first, i64 rows, i64 first_lane, i64 last_lane, real* tile) {
+    for (i64 r = 0; r < rows; r++)
+        for (i64 l = 0; l < LANES; l++)
+            if (at_most(first_lane + l, last_lane) < first + r) tile[r * LANES + l] = -INFINITE<real>;
+}
+
+static double worst = 0;
+static void expect(double found, double wanted) {
+    const double off = fabs(found - wanted) / (1 + fabs(wanted));
+    if (!(off <= worst)) worst = off;
+}
+
+static void check(const Shape& s) {
+    Array q(s.batch, s.heads, s.n_q, s.d), k(s.batch, s.kv_heads, s.n_kv, s.d), v(s.batch, s.kv_heads, s.n_kv, s.dv);
+    Array out(s.batch, s.heads, s.n_q, s.dv), dout(s.batch, s.heads, s.n_q, s.dv);
+    const i64 rows = s.batch * s.heads * s.n_q, tiles = (s.n_q + LANES - 1) / LANES, key_tiles = (s.n_kv + KEYS - 1) / KEYS;
+    real* lse = new real[rows];
+    real* highest = new real[rows];
+    const double scale = 1 / sqrt((double)s.d);
+    // the map of a causal mask: every tile is partial
+    i32 *offsets = new i32[tiles + 1], *start = new i32[tiles], *count = new i32[tiles], *order = new i32[tiles + key_tiles], *none = new i32[tiles + key_tiles + 1]();
+    i32 *t_offsets = new i32[key_tiles + 1], *t_start = new i32[key_tiles], *t_count = new i32[key_tiles];
+    for (i64 i = 0; i < tiles + key_tiles; i++) order[i] = (i32)(i < tiles ? i : i - tiles);
+    for (i64 i = 0; i <= tiles; i++) offsets[i] = (i32)i;
+    for (i64 i = 0; i < tiles; i++) start[i] = 0, count[i] = (i32)key_tiles;
+    for (i64 i = 0; i <= key_tiles; i++) t_offsets[i] = (i32)i;
+    for (i64 i = 0; i < key_tiles; i++) t_start[i] = 0, t_count[i] = (i32)tiles;
+
+    Forward f;
+    memset((void*)&f, 0, sizeof f);
+    Problem& p = f.problem;
+    p = Problem{tilewise_run, s.threads, s.batch, s.heads, s.kv_heads, s.n_q, s.n_kv, s.d, s.dv, q.tensor(), k.tensor(), v.tensor(), {}, {}, {}, nullptr, scale, 1.0, 0, 0};
+    p.walk.rows = tiles, p.walk.tile = LANES, p.walk.other_tile = KEYS;
+    if (s.masked) {
+        p.walk.order = order;
+        p.walk.partial = {offsets, start, count};
+        p.walk.full = {none, nullptr, nullptr};
+        p.mask.by_query = (void*)causal;
+    }
+    f.out = out.tensor();
+    f.lse = lse;
+    f.highest = highest;
+    tilewise_forward(&f);
+
+    const i64 blocks = tiles, dp = padded(s.d, 32), dvp = padded(s.dv, 32);
+    Backward b;
+    memset((void*)&b, 0, sizeof b);
+    b.problem = p;
+    b.problem.walk.rows = key_tiles, b.problem.walk.tile = KEYS, b.problem.walk.other_tile = LANES;
+    if (s.masked) b.problem.walk.order = order + tiles, b.problem.walk.partial = {t_offsets, t_start, t_count};
+    b.out = out.tensor();
+    b.grad_out = dout.tensor();
+    b.lse = lse;
+    real* delta = new real[rows];
+    real *q_lanes = new real[s.batch * s.heads * blocks * s.d * LANES], *do_lanes = new real[s.batch * s.heads * blocks * s.dv * LANES];
+    real *q_rows = new real[s.batch * s.heads * blocks * LANES * dp], *do_rows = new real[s.batch * s.heads * blocks * LANES * dvp];
+    b.chunks = at_least(1, at_most(2, key_tiles));
+    real* dq_lanes = new real[b.chunks * s.batch * s.heads * blocks * dp * LANES]();
+    ELEMENT *dq = new ELEMENT[rows * s.d], *dk = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.d], *dv = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.dv];
+    b.delta = delta, b.blocks = blocks, b.blocks_per_tile = 1, b.q_lanes = q_lanes, b.do_lanes = do_lanes, b.q_rows = q_rows, b.do_rows = do_rows;
+    b.dq_lanes = dq_lanes, b.dq = dq, b.dk = dk, b.dv = dv, b.groups = b.chunks * s.batch * s.kv_heads;
+    back::tilewise_backward(&b);
+
+    worst = 0;
+    const i64 ratio = s.heads / s.kv_heads;
+    double *want_dk = new double[s.batch * s.kv_heads * s.n_kv * s.d](), *want_dv = new double[s.batch * s.kv_heads * s.n_kv * s.dv](), *w = new double[s.n_kv], *dw = new double[s.n_kv];
+    for (i64 n = 0; n < rows; n++) {
+        const i64 bi = n / s.n_q / s.heads, h = n / s.n_q % s.heads, i = n % s.n_q, hk = h / ratio;
+        double total = 0, mean = 0;
+        for (i64 j = 0; j < s.n_kv; j++) {
+            w[j] = dw[j] = 0;
+            for (i64 d = 0; d < s.d; d++) w[j] += q.at(bi, h, i, d) * k.at(bi, hk, j, d) * scale;
+            for (i64 d = 0; d < s.dv; d++) dw[j] += dout.at(bi, h, i, d) * v.at(bi, hk, j, d);
+            w[j] = s.masked && j > i ? 0 : exp(w[j]);
+            total += w[j];
+        }
+        for (i64 j = 0; j < s.n_kv; j++) w[j] /= total, mean += w[j] * dw[j];
+        expect(lse[n], log(total));
+        for (i64 d = 0; d < s.dv; d++) {
+            double sum = 0;
+            for (i64 j = 0; j < s.n_kv; j++) sum += w[j] * v.at(bi, hk, j, d), want_dv[((bi * s.kv_heads + hk) * s.n_kv + j) * s.dv + d] += w[j] * dout.at(bi, h, i, d);
+            expect(out.at(bi, h, i, d), sum);
+        }
+        for (i64 d = 0; d < s.d; d++) {
+            double sum = 0;
+            for (i64 j = 0; j < s.n_kv; j++) {
+                const double ds = w[j] * (dw[j] - mean) * scale;
+                sum += ds * k.at(bi, hk, j, d);
+                want_dk[((bi * s.kv_heads + hk) * s.n_kv + j) * s.d + d] += ds * q.at(bi, h, i, d);
+            }
+            expect(widen(dq[n * s.d + d]), sum);
+        }
+    }
+    for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.d; x++) expect(widen(dk[x]), want_dk[x]);
+    for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.dv; x++) expect(widen(dv[x]), want_dv[x]);
+    delete[] lse, delete[] highest, delete[] offsets, delete[] start, delete[] count, delete[] order, delete[] none, delete[] t_offsets, delete[] t_start, delete[] t_count;
+    delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] dq, delete[] dk, delete[] dv;
+    delete[] want_dk, delete[] want_dv, delete[] w, delete[] dw;
+}
+
+int main() {
+    const Shape shapes[] = {{1, 1, 1, 1, 1, 1, 1, false, 1},      {2, 2, 1, 5, 70, 8, 24, false, 3},     {1, 2, 2, 65, 64, 16, 16, true, 2},
+                            {1, 4, 2, 130, 129, 40, 17, true, 4}, {1, 1, 1, 200, 300, 64, 64, false, 3}, {2, 3, 1, 64, 191, 33, 5, true, 2}};
+    const double allowed = sizeof(ELEMENT) == 2 ? 0.02 : sizeof(ELEMENT) == 4 ? 1e-5 : 1e-12;
+    int wrong = 0;
+    for (const Shape& s : shapes) {
+        check(s);
+        const bool bad = !(worst <= allowed);
+        wrong |= bad;
+        printf("%s n_q %ld n_kv %ld d %ld dv %ld: %.1e of %.1e\n", bad ? "WRONG" : "right", (long)s.n_q, (long)s.n_kv, (long)s.d, (long)s.dv, worst, allowed);
+    }
+    return wrong;
+}
