@@ -74,7 +74,7 @@ def test_row_1_by_every_kind_of_mask(engine: str, form: str) -> None:
         "dense": {"mask": torch.zeros(40, 40, dtype=torch.bool)},
         "additive": {"mask": torch.full((40, 40), -INF)},
         "padding": {"mask": torch.zeros(2, 40, dtype=torch.bool)},
-        "map": {"mask": tw.tile_map(~masks.full, q_len=40, kv_len=40)},
+        "map": {"mask": tw.tile_map(~masks.full, q_len=40, kv_len=40, device=DEVICE)},
         "score": {"score": lambda s, b, h, i, j: s - INF},
     }
     out, lse, *found = run(q, k, v, engine, **nothing[form])
@@ -86,9 +86,9 @@ def test_row_1_by_every_kind_of_mask(engine: str, form: str) -> None:
 VISIBLE = {
     "causal": (masks.causal, slice(100, None), slice(None, 100)),  # mask, poisoned keys, queries that do not see them
     "window": (masks.sliding_window(4), slice(60, 61), slice(None, 56)),
-    "padding": (masks.padding(torch.tensor([90])), slice(90, None), slice(None)),
-    "documents": (masks.document(torch.arange(150) // 50), slice(0, 50), slice(50, None)),
-    "dense": (torch.arange(150) < 110, slice(110, None), slice(None)),
+    "padding": (masks.padding(torch.tensor([90], device=DEVICE)), slice(90, None), slice(None)),
+    "documents": (masks.document(torch.arange(150, device=DEVICE) // 50), slice(0, 50), slice(50, None)),
+    "dense": (torch.arange(150, device=DEVICE) < 110, slice(110, None), slice(None)),
     "map": (tw.tile_map(masks.causal, q_len=150, kv_len=150, tile=(32, 16), device=DEVICE), slice(100, None), slice(None, 100)),
 }
 
@@ -116,7 +116,7 @@ def test_row_2_masked_keys_and_values_do_not_leak(engine: str, name: str, value:
 
 def masks_rows(mask: Any, blind: slice) -> Tensor:
     """(keys,) whether a key is attended by any query that is not blind."""
-    i, j = torch.arange(150)[:, None], torch.arange(150)
+    i, j = torch.arange(150, device=DEVICE)[:, None], torch.arange(150, device=DEVICE)
     if isinstance(mask, tw.TileMap):
         mask = masks.causal
     allowed = mask.expand(150, 150) if isinstance(mask, Tensor) else mask(torch.zeros(1, 1, dtype=torch.int64), 0, i, j).expand(150, 150)

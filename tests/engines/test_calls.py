@@ -1,0 +1,194 @@
+"""Calls that are remembered: found again when nothing that matters has changed, and never otherwise."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import calls, masks, scores
+
+window = 3  # a global that a mask looks at
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> None:
+    calls.forget()
+
+
+def tensors(length: int = 24, dim: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(1, 2, length, dim, generator=generator) for _ in range(3)]
+
+
+def attend(x: list[Tensor], **options: Any) -> Tensor:
+    return tw.attention(*x, backend="blocked", **options)
+
+
+def right(x: list[Tensor], **options: Any) -> Tensor:
+    calls.forget()
+    found = tw.attention(*x, backend="reference", **options)
+    calls.forget()
+    return found
+
+
+def within(n: int) -> Tensor:
+    """The mask (q - kv < n) & (q >= kv), as a tensor."""
+    distance = torch.arange(24)[:, None] - torch.arange(24)
+    return ((distance < n) & (distance >= 0))[None, None]
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every problem that was made the long way."""
+    made: list[int] = []
+    original = tw.attention.__globals__["make_problem"]
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return original(*args)
+
+    monkeypatch.setitem(tw.attention.__globals__, "make_problem", counted)
+    return made
+
+
+LIKE: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "causal": lambda: {"is_causal": True},
+    "a mask of masks": lambda: {"mask": masks.causal & masks.sliding_window(5)},
+    "a lambda": lambda: {"mask": lambda b, h, q, kv: q >= kv},
+    "a partial": lambda: {"mask": partial(lambda n, b, h, q, kv: q - kv < n, 4)},
+    "a score": lambda: {"score": scores.softcap(20.0)},
+    "several scores": lambda: {"score": [scores.softcap(20.0), lambda s, b, h, q, kv: s * 0.5]},
+    "options": lambda: {"scale": 0.3, "mask": masks.causal},
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_call_like_an_earlier_one_skips_the_long_way(traced: list[int], name: str) -> None:
+    for _ in range(3):
+        x = tensors()
+        torch.testing.assert_close(attend(x, **LIKE[name]()), right(x, **LIKE[name]()))
+        attend(x, **LIKE[name]())
+    calls.forget()
+    traced.clear()
+    for _ in range(3):
+        attend(tensors(), **LIKE[name]())
+    assert len(traced) == 1
+
+
+def test_captured_tensors_are_known_by_identity(traced: list[int]) -> None:
+    x, ids = tensors(), torch.arange(24) // 6
+    for _ in range(3):
+        attend(x, mask=lambda b, h, q, kv: ids[q] == ids[kv])
+    assert len(traced) == 1
+    other = torch.arange(24) // 8
+    found = attend(x, mask=(lambda ids: lambda b, h, q, kv: ids[q] == ids[kv])(other))
+    torch.testing.assert_close(found, right(x, mask=masks.document(other)))
+
+
+def test_a_captured_tensor_changed_in_place_counts() -> None:
+    x, ids = tensors(), torch.arange(24) // 6
+    mask = lambda b, h, q, kv: ids[q] == ids[kv]  # noqa: E731
+    attend(x, mask=mask)
+    ids.copy_(torch.arange(24) // 4)
+    torch.testing.assert_close(attend(x, mask=mask), right(x, mask=masks.document(torch.arange(24) // 4)))
+
+
+def test_numbers_are_known_by_value() -> None:
+    x = tensors()
+    for n in (2, 5, 2, 9):
+        found = attend(x, mask=lambda b, h, q, kv, n=n: (q - kv < n) & (q >= kv))
+        torch.testing.assert_close(found, right(x, mask=within(n)))
+
+
+def test_a_global_that_changes_counts() -> None:
+    global window  # noqa: PLW0603
+    x = tensors()
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv < window) & (q >= kv)
+
+    for n in (3, 7, 1):
+        window = n
+        found = attend(x, mask=mask)
+        torch.testing.assert_close(found, right(x, mask=within(window)))
+
+
+def test_what_a_function_reads_from_objects_is_looked_at_every_time() -> None:
+    class Settings:
+        window = 2
+
+    x, settings, table = tensors(), Settings(), [2]
+    for n in (2, 6):
+        settings.window, table[0] = n, n
+        expected = right(x, mask=within(n))
+        torch.testing.assert_close(attend(x, mask=lambda b, h, q, kv: (q - kv < settings.window) & (q >= kv)), expected)
+        torch.testing.assert_close(attend(x, mask=lambda b, h, q, kv: (q - kv < table[0]) & (q >= kv)), expected)
+
+
+def test_contents_read_while_tracing_are_read_every_time() -> None:
+    x, n = tensors(), torch.tensor([2])
+    mask = lambda b, h, q, kv: (q - kv < n.item()) & (q >= kv)  # noqa: E731
+    for value in (2, 6):
+        n.fill_(value)
+        torch.testing.assert_close(attend(x, mask=mask), right(x, mask=within(value)))
+
+
+def test_a_tensor_that_moved_counts() -> None:
+    x, bias = tensors(), torch.zeros(24)
+    score = lambda s, b, h, q, kv: s + bias[kv]  # noqa: E731
+    attend(x, score=score)
+    bias.data = torch.linspace(-3, 3, 24)
+    torch.testing.assert_close(attend(x, score=score), right(x, score=lambda s, b, h, q, kv: s + torch.linspace(-3, 3, 24)[kv]))
+
+
+def test_gradients_of_a_remembered_call() -> None:
+    x = [t.requires_grad_() for t in tensors()]
+    table = torch.randn(2, 24, requires_grad=True)
+    score = lambda s, b, h, q, kv: s + table[h, kv]  # noqa: E731
+    expected = torch.autograd.grad(right(x, score=score).square().sum(), [*x, table])
+    for _ in range(3):
+        for a, b in zip(torch.autograd.grad(attend(x, score=score).square().sum(), [*x, table]), expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_dropout_draws_anew_and_repeats_with_its_seed() -> None:
+    x = tensors()
+    drawn = [attend(x, dropout_p=0.5) for _ in range(2)]
+    assert not torch.equal(*drawn)
+    assert torch.equal(attend(x, dropout_p=0.5, seed=3), attend(x, dropout_p=0.5, seed=3))
+    assert not torch.equal(attend(x, dropout_p=0.5, seed=3), attend(x, dropout_p=0.5, seed=4))
+
+
+def test_the_backend_and_the_options_count() -> None:
+    x = tensors()
+    attend(x, mask=masks.causal)
+    with pytest.raises(tw.BackendError, match="unknown backend"):
+        tw.attention(*x, mask=masks.causal, backend="blocker")
+    with pytest.raises(tw.InputError, match="one dtype"):
+        attend([x[0], x[1].double(), x[2]], mask=masks.causal)
+    torch.testing.assert_close(attend(x, mask=masks.causal, scale=2.0), right(x, mask=masks.causal, scale=2.0))
+
+
+def test_nothing_is_kept_alive() -> None:
+    def call() -> weakref.ref[Tensor]:
+        ids = torch.arange(24) // 6
+        attend(tensors(), mask=lambda b, h, q, kv: ids[q] == ids[kv])
+        return weakref.ref(ids)
+
+    held = call()
+    gc.collect()
+    assert held() is None
+
+
+def test_old_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_CALLS", 4)
+    for length in range(10, 30):
+        attend(tensors(length), is_causal=True)
+    assert len(calls._calls) <= 4
