@@ -111,10 +111,10 @@ def served_by_flex(watched: "tw.watch") -> None:
     assert watched.engines and set(watched.engines) <= set(CANDIDATES["flex"]), str(watched)
 
 
-def engine_of(backend: str) -> str:
-    """The engine that a backend means here, for plain attention in fp32 on the CPU."""
+def engine_of(backend: str, is_causal: bool = False) -> str:
+    """The engine that a backend means here, for plain or causal attention in fp32 on the CPU."""
     q = torch.zeros(1, 1, 4, 8)
-    engine = tw.explain(q, q, q, backend=backend).engine
+    engine = tw.explain(q, q, q, is_causal=is_causal, backend=backend).engine
     assert engine is not None
     return engine
 

@@ -2,6 +2,9 @@
 
 import json
 import re
+import sys
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import triton
@@ -16,6 +19,10 @@ FUNCTIONS = {
     "sums": backward.sums, "gradients": backward.gradients,
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
+
+# These versions of Python count the depth of all threads' syntax trees together (python/cpython#106905), so only one may compile at a time.
+MISCOUNTS = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
+_alone: AbstractContextManager[Any] = threading.Lock() if MISCOUNTS else nullcontext()
 
 
 def function_named(kernel: str) -> Any:
@@ -37,7 +44,8 @@ def compiled(request: Request) -> dict[str, bytes]:
     # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
     wide = any(kind.startswith("*fp32") for name, kind in request.signature if name in ("p_q", "p_do"))
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
-    kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+    with _alone:
+        kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
     facts = {
