@@ -16,7 +16,7 @@ ROOT = Path(tilewise.__file__).parent
 ORDER = [
     "errors", "_version", "lang", "masks", "scores", "tiles", "problem", "plan", "store", "engines", "dispatch", "calls", "packing", "attention",
     "explanation", "building", "block_mask", "flex", "tensor_masks", "functional", "ragged", "interception", "watching",
-    "__init__", "integrations", "demo", "doctor", "commands", "cli", "__main__",
+    "__init__", "integrations", "demo", "bench", "doctor", "commands", "cli", "__main__",
 ]  # fmt: skip
 
 # -- a fresh process -------------------------------------------------------------------------------------------------

@@ -36,6 +36,21 @@ def demo(
 
 
 @app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="Where to draw the bars.")] = Path("tilewise-bench.png"),
+    length: Annotated[int, typer.Option(min=64, help="Tokens; 16384 on a GPU and 2048 on a CPU unless given.")] = 0,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    head_dim: Annotated[int, typer.Option(min=1, max=512)] = 128,
+    device: Annotated[str, typer.Option(help="Device to run on; the GPU if there is one, unless given.")] = "",
+) -> None:
+    """Masks and scores on this machine, forward and backward, beside torch's SDPA and FlexAttention; draws the bars as a PNG."""
+    from tilewise.bench import run
+
+    on_gpu = torch.cuda.is_available() if not device else device.startswith("cuda")
+    raise typer.Exit(run(out, length or (16384 if on_gpu else 2048), heads, head_dim, device or None))
+
+
+@app.command()
 def backends() -> None:
     """List every backend name and what it is."""
     table = Table("backend", "what it is")

@@ -1,0 +1,28 @@
+"""The benchmark a user runs: what it counts, what it prints and draws."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise import bench
+
+
+def test_it_measures_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "TURNS", 1)
+    picture = tmp_path / "pictures" / "bars.png"
+    assert bench.run(picture, 64, 2, 8, "cpu") == 0
+    printed = capsys.readouterr().out
+    for work in bench.works(64, 2, torch.device("cpu")):
+        assert work.title in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_pairs_are_counted() -> None:
+    assert bench.allowed_pairs(None, 50, torch.device("cpu")) == 2500
+    assert bench.allowed_pairs(lambda b, h, q, kv: q >= kv, 50, torch.device("cpu")) == 50 * 51 // 2
+
+
+def test_a_peer_that_cannot_leaves_its_cell_empty() -> None:
+    assert bench.shown(bench.Rate(None, None)) == "-"
+    assert bench.shown(bench.Rate(512.4, None)) == "512 / -"
