@@ -1,6 +1,6 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding.
 
-    python benchmarks/gpu.py [dense] [masks] [decode] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
+    python benchmarks/gpu.py [dense] [masks] [decode] [host] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row and every figure is
 the median of several turns, because a card at its power limit moves by a few percent with what ran before.
@@ -10,6 +10,7 @@ import argparse
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,38 @@ def decode(args: argparse.Namespace) -> list[list[str]]:
     return table
 
 
+def host(args: argparse.Namespace) -> list[list[str]]:
+    """Host time of a tiny call: how long the host takes to hand it over, whatever the GPU does."""
+    q, k, v = (t.detach() for t in tensors(1, 2, 128, 64))
+    inputs = tensors(1, 2, 128, 64)
+    function: Any = lambda b, h, i, j: i >= j  # noqa: E731
+    ours = tilewise.attention(*inputs, mask=masks.causal, backend=args.engine)
+    theirs = functional.scaled_dot_product_attention(*inputs)
+    flex = torch_flex(function, None, 128)
+    work: dict[str, Callable[[], Any]] = {
+        "SDPA": lambda: functional.scaled_dot_product_attention(q, k, v),
+        "tilewise": lambda: tilewise.attention(q, k, v, backend=args.engine),
+        "tilewise, a mask": lambda: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engine),
+        "tilewise, a function": lambda: tilewise.attention(q, k, v, mask=function, backend=args.engine),
+        "torch flex": lambda: flex(q, k, v),
+        "SDPA, backward": lambda: torch.autograd.grad(theirs, inputs, theirs, retain_graph=True),
+        "tilewise, backward": lambda: torch.autograd.grad(ours, inputs, ours, retain_graph=True),
+    }
+    table = [["host time of a tiny call", "microseconds"]]
+    for name, call in work.items():
+        table.append([name, f"{min(handed_over(call) for _ in range(20)):.0f}"])
+        print("  ".join(table[-1]), flush=True)
+    return table
+
+
+def handed_over(call: Callable[[], Any], count: int = 100) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begin) / count * 1e6
+
+
 def graphed(f: Callable[[], Any]) -> float:
     """ms of one call, replayed from a CUDA graph so that the host does not count."""
     for _ in range(3):
@@ -250,7 +283,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["dense", "masks", "decode", []], help="what to measure; everything unless given")
+    parser.add_argument("parts", nargs="*", choices=["dense", "masks", "decode", "host", []], help="what to measure; everything unless given")
     parser.add_argument("--engine", default="triton", help="the tilewise backend to measure")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
@@ -261,7 +294,7 @@ def main() -> None:
     args.rep = 40 if args.quick else 100
     if args.quick:
         args.lengths = [8192]
-    parts = {"dense": dense, "masks": programmed, "decode": decode}
+    parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
     text = [f"# tilewise and its peers on a GPU\n\n{header}\n\n`python {' '.join(sys.argv)}`\n"]

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tilewise import bench
+from tilewise.commands import app
 
 
 def test_it_measures_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench, "TURNS", 1)
     picture = tmp_path / "pictures" / "bars.png"
-    assert bench.run(picture, 64, 2, 8, "cpu") == 0
+    assert bench.run(picture, 64, 2, 8, torch.device("cpu")) == 0
     printed = capsys.readouterr().out
     for work in bench.works(64, 2, torch.device("cpu")):
         assert work.title in printed
@@ -26,3 +28,9 @@ def test_pairs_are_counted() -> None:
 def test_a_peer_that_cannot_leaves_its_cell_empty() -> None:
     assert bench.shown(bench.Rate(None, None)) == "-"
     assert bench.shown(bench.Rate(512.4, None)) == "512 / -"
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_device_that_is_not_there_is_said_to_be(command: str) -> None:
+    found = CliRunner().invoke(app, [command, "--device", "cuba"])
+    assert found.exit_code == 2 and "torch cannot use the device 'cuba' here" in found.output

@@ -54,10 +54,9 @@ def works(length: int, heads: int, device: torch.device) -> list[Work]:
     ]
 
 
-def run(out: Path, length: int, heads: int, head_dim: int, device: str | None) -> int:
+def run(out: Path, length: int, heads: int, head_dim: int, where: torch.device) -> int:
     """Measure, print the table and draw the bars."""
     console = Console()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = f"tilewise {tilewise.__version__}, torch {torch.__version__}"
@@ -85,8 +84,9 @@ def measured(work: Work, inputs: tuple[Tensor, ...]) -> dict[str, Rate]:
     for peer, attend in peers(work, inputs[0]):
         try:
             jobs[peer] = _jobs(attend, inputs)
-        except Exception:  # a peer may be unable in any way; its cell stays empty
-            continue
+        except Exception:  # a peer may be unable in any way, and its cell stays empty; we may not
+            if peer == "tilewise":
+                raise
     times: dict[str, list[list[float]]] = {peer: [[] for _ in found] for peer, found in jobs.items()}
     for _ in range(TURNS):
         for peer, found in jobs.items():

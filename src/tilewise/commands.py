@@ -32,13 +32,24 @@ def demo(
     """A short tour: masks, their tile maps, attention forward and backward, checked and timed beside torch."""
     from tilewise.demo import tour
 
-    raise typer.Exit(tour(out, length, device or None))
+    raise typer.Exit(tour(out, length, str(usable(device))))
+
+
+def usable(device: str) -> torch.device:
+    """The device of an option; the GPU if there is one, unless given."""
+    if not device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch says "not compiled with CUDA" by an assertion
+        raise typer.BadParameter(f"torch cannot use the device {device!r} here: {str(error).splitlines()[0][:120]}", param_hint="--device") from None
+    return torch.device(device)
 
 
 @app.command()
 def bench(
     out: Annotated[Path, typer.Option(help="Where to draw the bars.")] = Path("tilewise-bench.png"),
-    length: Annotated[int, typer.Option(min=64, help="Tokens; 16384 on a GPU and 2048 on a CPU unless given.")] = 0,
+    length: Annotated[int | None, typer.Option(min=64, help="Tokens; 16384 on a GPU and 2048 on a CPU unless given.")] = None,
     heads: Annotated[int, typer.Option(min=1)] = 16,
     head_dim: Annotated[int, typer.Option(min=1, max=512)] = 128,
     device: Annotated[str, typer.Option(help="Device to run on; the GPU if there is one, unless given.")] = "",
@@ -46,8 +57,9 @@ def bench(
     """Masks and scores on this machine, forward and backward, beside torch's SDPA and FlexAttention; draws the bars as a PNG."""
     from tilewise.bench import run
 
-    on_gpu = torch.cuda.is_available() if not device else device.startswith("cuda")
-    raise typer.Exit(run(out, length or (16384 if on_gpu else 2048), heads, head_dim, device or None))
+    where = usable(device)
+    usual = 16384 if where.type == "cuda" else 2048
+    raise typer.Exit(run(out, usual if length is None else length, heads, head_dim, where))
 
 
 @app.command()

@@ -65,10 +65,9 @@ def examples(length: int, device: str) -> list[Example]:
     ]
 
 
-def tour(out: Path, length: int, device: str | None) -> int:
+def tour(out: Path, length: int, where: str) -> int:
     """Run the tour; the exit code is 1 if a check failed."""
     console = Console()
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     length = max(GRID_WIDTH, length // GRID_WIDTH * GRID_WIDTH)
     out.mkdir(parents=True, exist_ok=True)
     console.rule("[bold]tilewise")

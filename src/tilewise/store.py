@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -104,6 +104,20 @@ def write(key: str, parts: dict[str, bytes]) -> None:
         if temporary:
             with suppress(OSError):
                 os.unlink(temporary)
+
+
+def find_or_build(key: str, build: Callable[[], dict[str, bytes]]) -> tuple[dict[str, bytes], bool]:
+    """The parts of an entry, and whether they had to be built, which one of all processes that want them does."""
+    parts = read(key)
+    if parts is not None:
+        return parts, False
+    with building(key):
+        parts = read(key)
+        if parts is not None:
+            return parts, False
+        parts = build()
+        write(key, parts)
+        return parts, True
 
 
 @contextmanager

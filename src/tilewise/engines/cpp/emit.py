@@ -10,8 +10,8 @@ a load whose index provably stays inside needs no clamping, and a division of no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from tilewise.engines.emitting import INT32, Extents, Layout
 from tilewise.lang import Call, Derivative, Program
 from tilewise.lang.program import literal_value
 from tilewise.lang.ranges import ranges
@@ -24,7 +24,6 @@ TYPE = {
 }  # fmt: skip
 STORED = TYPE | {"f16": "half", "bf16": "bfloat"}
 ROUND = {"f16": "to_half({})", "bf16": "to_bfloat({})"}
-SMALL = 2**31 - 1
 
 # Text of each operation on operands of one type; those that depend on more are written by Writer._special.
 TEXT = {
@@ -37,22 +36,6 @@ TEXT = {
     "rsqrt": "reciprocal_root({0})", "sin": "sin({0})", "cos": "cos({0})", "tanh": "tanh_of({0})", "sigmoid": "sigmoid({0})",
     "erf": "erf({0})", "silu": "silu({0})", "relu": "positive_part({0})",
 }  # fmt: skip
-
-
-class Layout(NamedTuple):
-    """What of a capture's place in memory is part of the code."""
-
-    contiguous: bool  # the last dimension's stride is 1
-    wide: bool  # offsets need 64 bits
-
-
-class Extents(NamedTuple):
-    """Upper limits of b, h, q and kv."""
-
-    b: int
-    h: int
-    q: int
-    kv: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +104,7 @@ class Writer:
 
     def _width(self, k: int, type: Type) -> str:
         op = self.program.instructions[k].op
-        return "i32" if type.dtype == "i64" and op not in ("load", "int") and self.ranges[k].within(-SMALL, SMALL) else type.dtype
+        return "i32" if type.dtype == "i64" and op not in ("load", "int") and self.ranges[k].within(-INT32, INT32) else type.dtype
 
     def value(self, k: int) -> str:
         return f"v{k}[l]" if self.levels[k] == LANE else f"v{k}"
@@ -148,7 +131,7 @@ class Writer:
         computed = promote(*types).dtype
         if type.is_float and computed not in FLOATS:
             computed = type.dtype
-        if computed == "i64" and all(self.ranges[a].within(-SMALL, SMALL) for a in args) and (type.is_bool or dtype == "i32"):
+        if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
             computed = "i32"
         # torch computes on 16-bit floats in float32 and rounds the result; a Python number is not rounded to 16 bits before
         operands = [self._cast(a, "f32" if computed in ROUND and types[k].level == 0 else computed) for k, a in enumerate(args)]

@@ -45,17 +45,9 @@ def library_of(unit: Unit) -> ctypes.CDLL:
 
 def parts_of(unit: Unit) -> dict[str, bytes]:
     """The compiled unit: from the store, or built and put there."""
-    key = key_of(unit)
-    parts = store.read(key)
-    if parts is None:
-        with store.building(key):
-            parts = store.read(key)
-            if parts is None:
-                parts = {"library": compiler.compiled(unit.source, unit.extra)}
-                store.write(key, parts)
-                Counts.built += 1
-                return parts
-    Counts.loaded += 1
+    parts, built = store.find_or_build(key_of(unit), lambda: {"library": compiler.compiled(unit.source, unit.extra)})
+    Counts.built += built
+    Counts.loaded += not built
     return parts
 
 

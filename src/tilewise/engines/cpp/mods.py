@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
-from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, mask_source, score_source, slope_source
+from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, mask_source, score_source, slope_source
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
+from tilewise.engines.emitting import Extents, Layout
 from tilewise.lang import Call, Program, derive
 from tilewise.problem import Problem
 

@@ -11,6 +11,7 @@ result unsound has it done again, carefully.
 import triton
 import triton.language as tl
 
+from tilewise.engines.triton import config
 from tilewise.engines.triton.careful import key_rows, query_rows, weightless
 from tilewise.engines.triton.steps import final_scores, kept, load_rows, run_of, store_rows, unit, unsound
 
@@ -42,7 +43,7 @@ def sums(
 
 # A number per query is wanted at every key of a transposed tile, where each thread would have to load a quarter of them. A product
 # brings it there for next to nothing: [N, 16] @ [16, M], with the number as a sum of three 16-bit parts, exact to 24 bits.
-SHIFT_PARTS: tl.constexpr = tl.constexpr(16)  # the least a product takes
+SHIFT_PARTS: tl.constexpr = tl.constexpr(config.SHIFT_PARTS)
 
 
 @triton.jit

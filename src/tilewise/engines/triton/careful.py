@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_rows, run_of, store_rows, unit
 
-C: tl.constexpr = tl.constexpr(16)  # keys, or queries, looked at in one step: tiles are cut smaller, so that there is little to compile
+CHUNK: tl.constexpr = tl.constexpr(16)  # keys, or queries, looked at in one step: tiles are cut smaller, so that there is little to compile
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def row_step(
     MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
-    """N keys of the online softmax of one query row. b_q is [1, D], b_m and b_l [1], b_acc [1, DV]; i_h may be a block [1, 1]."""
+    """N keys of the online softmax of one query row. b_q is [1, D], b_m and b_l [1], b_acc [1, DV]."""
     first, n_left = i_kv * N, n_kv - i_kv * N
     o_kv = i_kv * N + tl.arange(0, N)
     b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE).to(tl.float32)
@@ -68,21 +68,21 @@ def forward_rows(
         if MAPPED:
             for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
                 start, stop = run_of(tiles[5], tiles[6], run)
-                for i_kv in tl.range(start * (N // C), stop * (N // C), num_stages=1):
+                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
                     b_m, b_l, b_acc = row_step(
                         b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, threshold, mask, score,
-                        MASK, SCORE, False, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                        MASK, SCORE, False, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
             for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
                 start, stop = run_of(tiles[2], tiles[3], run)
-                for i_kv in tl.range(start * (N // C), stop * (N // C), num_stages=1):
+                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
                     b_m, b_l, b_acc = row_step(
                         b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, threshold, mask, score,
-                        MASK, SCORE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                        MASK, SCORE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         else:
-            for i_kv in tl.range(0, (n_kv + C - 1) // C, num_stages=1):
+            for i_kv in tl.range(0, (n_kv + CHUNK - 1) // CHUNK, num_stages=1):
                 b_m, b_l, b_acc = row_step(
                     b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, threshold, mask, score,
-                    None, SCORE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                    None, SCORE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         b_out, b_lse = finish(b_m, b_l, b_acc, p_sinks, i_h, keep_scale, SINKS)
         o_row = i_bh.to(tl.int64) * n_q + o_q
         tl.store(p_highest + o_row, b_m * 0.6931471805599453)
@@ -150,23 +150,23 @@ def query_rows(
         if MAPPED:
             for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
                 start, stop = run_of(tiles[5], tiles[6], run)
-                for i_kv in tl.range(start * (N // C), stop * (N // C), num_stages=1):
+                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
                     b_ds, b_s, b_k = gradient_of_row(
                         b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, False, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                        MASK, SCORE, SLOPE, False, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
                     b_dq += heard_sum(tl.trans(b_ds), tl.trans(b_s), b_k)[None, :]
             for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
                 start, stop = run_of(tiles[2], tiles[3], run)
-                for i_kv in tl.range(start * (N // C), stop * (N // C), num_stages=1):
+                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
                     b_ds, b_s, b_k = gradient_of_row(
                         b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                        MASK, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
                     b_dq += heard_sum(tl.trans(b_ds), tl.trans(b_s), b_k)[None, :]
         else:
-            for i_kv in tl.range(0, (n_kv + C - 1) // C, num_stages=1):
+            for i_kv in tl.range(0, (n_kv + CHUNK - 1) // CHUNK, num_stages=1):
                 b_ds, b_s, b_k = gradient_of_row(
                     b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, keep_scale, threshold, mask, score,
-                    None, SCORE, SLOPE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                    None, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
                 b_dq += heard_sum(tl.trans(b_ds), tl.trans(b_s), b_k)[None, :]
         store_rows(p_dq + i_q * s_dq[2], s_dq, b_dq * scale, 1, 1, D, D_TRUE)
 
@@ -225,21 +225,21 @@ def key_rows(
                 row = i_b * s_tiles[0] + i_h * s_tiles[1] + i_tile
                 for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
                     start, stop = run_of(tiles[5], tiles[6], run)
-                    for i_q in tl.range(start * (M // C), stop * (M // C), num_stages=1):
+                    for i_q in tl.range(start * (M // CHUNK), stop * (M // CHUNK), num_stages=1):
                         b_dk, b_dv = key_step(
                             b_k, b_v, b_dk, b_dv, p_qh, p_doh, p_lse + o_bh, p_delta + o_bh, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                            scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, False, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                            scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, False, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
                 for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
                     start, stop = run_of(tiles[2], tiles[3], run)
-                    for i_q in tl.range(start * (M // C), stop * (M // C), num_stages=1):
+                    for i_q in tl.range(start * (M // CHUNK), stop * (M // CHUNK), num_stages=1):
                         b_dk, b_dv = key_step(
                             b_k, b_v, b_dk, b_dv, p_qh, p_doh, p_lse + o_bh, p_delta + o_bh, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                            scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                            scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
             else:
-                for i_q in tl.range(0, (n_q + C - 1) // C, num_stages=1):
+                for i_q in tl.range(0, (n_q + CHUNK - 1) // CHUNK, num_stages=1):
                     b_dk, b_dv = key_step(
                         b_k, b_v, b_dk, b_dv, p_qh, p_doh, p_lse + o_bh, p_delta + o_bh, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                        scale, keep_scale, threshold, mask, score, None, SCORE, SLOPE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                        scale, keep_scale, threshold, mask, score, None, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         store_rows(p_dk + i_kv * s_dk[2], s_dk, b_dk * scale, 1, 1, D, D_TRUE)
         store_rows(p_dv + i_kv * s_dv[2], s_dv, b_dv, 1, 1, DV, DV_TRUE)
 

@@ -8,6 +8,9 @@ import torch
 from tilewise.engines.triton import interpreted
 from tilewise.problem import Problem
 
+LOG2E = 1.4426950408889634
+SHIFT_PARTS = 16  # parts of a number that enters a product, the least a product takes; see backward.shifted
+
 
 class Config(NamedTuple):
     m: int  # query rows of a tile

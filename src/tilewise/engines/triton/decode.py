@@ -8,7 +8,7 @@ the last of those. A cache that grows within its buffer therefore changes nothin
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.careful import C, row_step
+from tilewise.engines.triton.careful import CHUNK, row_step
 from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_rows, lost, unit, unsound
 
 
@@ -77,10 +77,10 @@ def split_rows(
         b_m = tl.full([1], float("-inf"), tl.float32)
         b_l = tl.zeros([1], tl.float32)
         b_acc = tl.zeros([1, DV], tl.float32)
-        for i_kv in tl.range(first * (N // C), last * (N // C), num_stages=1):
+        for i_kv in tl.range(first * (N // CHUNK), last * (N // CHUNK), num_stages=1):
             b_m, b_l, b_acc = row_step(
                 b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q + tl.arange(0, 1), i_kv, n_kv, scale, threshold, mask, score,
-                MASK, SCORE, True, DROPOUT, C, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                MASK, SCORE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         o_row = o_out + row + tl.arange(0, 1)
         tl.store(p_m + o_row, b_m)
         tl.store(p_l + o_row, b_l)

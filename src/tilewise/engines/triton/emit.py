@@ -8,8 +8,7 @@ Integers are 64-bit in the language. Where their bounds over the whole problem s
 a load whose index provably stays inside needs no clamping, and a division of non-negative numbers no correction.
 """
 
-from dataclasses import dataclass
-
+from tilewise.engines.emitting import INT32, Extents, Layout
 from tilewise.engines.triton import interpreted
 from tilewise.lang import Call, Derivative, Program
 from tilewise.lang.program import literal_value
@@ -20,7 +19,6 @@ TL = {
     "bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32", "i64": "tl.int64",
     "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64",
 }  # fmt: skip
-SMALL = 2**31 - 1
 HALF = 2**30 - 1  # differences of such integers fit in 32 bits
 DIFFERENCES = {"ge": "({0} - {1})", "gt": "({0} - {1} - 1)", "le": "({1} - {0})", "lt": "({1} - {0} - 1)"}  # negative where the comparison is false
 FLIPPED = {"+": "-", "-": "+"}
@@ -42,30 +40,12 @@ TEXT = {
 
 # Triton copies what a loop loads to shared memory ahead of time, element by element where neighbours do not lie side by side. For
 # keys' own rows and tables that costs more than it hides, so those go straight to registers.
-LOADED = {"f32": "load_f32", "i32": "load_i32", "i64": "load_i64", "f16": "load_f16", "bf16": "load_bf16"}
+STRAIGHT = {"f32", "i32", "i64", "f16", "bf16"}
 
 FUNCTIONS = {
     "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "silu",
     "pow", "div", "floordiv", "mod", "floor", "ceil", "round", "trunc",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What of a capture's place in memory is part of the code."""
-
-    contiguous: bool  # the last dimension's stride is 1
-    wide: bool  # offsets need 64 bits
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Upper limits of b, h, q and kv."""
-
-    b: int
-    h: int
-    q: int
-    kv: int
 
 
 class Writer:
@@ -100,7 +80,7 @@ class Writer:
             text = _literal(attr)
         elif op == "load":
             address = self.address("p", int(attr), args)
-            text = f"tl.load({address})" if type.dtype not in LOADED or "kv" not in self.varies(args) else f"{LOADED[type.dtype]}({address})"
+            text = f"load_straight({address})" if type.dtype in STRAIGHT and "kv" in self.varies(args) else f"tl.load({address})"
             if type.is_bool:
                 text = f"({text} != 0)"
             elif dtype != type.dtype:
@@ -115,7 +95,7 @@ class Writer:
     def _width(self, k: int, type: Type) -> str:
         if type.dtype == "bf16" and interpreted():  # the interpreter cannot compute with bfloat16
             return "f32"
-        return "i32" if type.dtype == "i64" and self.ranges[k].within(-SMALL, SMALL) and self.program.instructions[k].op != "load" else type.dtype
+        return "i32" if type.dtype == "i64" and self.ranges[k].within(-INT32, INT32) and self.program.instructions[k].op != "load" else type.dtype
 
     def _cast(self, k: int, dtype: str) -> str:
         """Value k in another type; literals adapt by themselves."""
@@ -145,7 +125,7 @@ class Writer:
         computed = promote(*types).dtype
         if type.is_float and not computed.startswith(("f", "bf")):
             computed = type.dtype
-        if computed == "i64" and all(self.ranges[a].within(-SMALL, SMALL) for a in args) and (type.is_bool or dtype == "i32"):
+        if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
             computed = "i32"
         if computed in ("f16", "bf16") and (name in FUNCTIONS or interpreted()):  # torch computes these in float32, and Triton has no others
             computed = "f32"

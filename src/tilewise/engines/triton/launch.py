@@ -229,17 +229,13 @@ def _loaded(parts: dict[str, bytes], request: Request, device: int) -> Kernel:
 
 def parts_of(request: Request) -> dict[str, bytes]:
     """The compiled kernel: from the store, or built and put there."""
-    key = key_of(request)
-    parts = store.read(key)
-    if parts is None:
-        with store.building(key):
-            parts = store.read(key)
-            if parts is None:
-                from tilewise.engines.triton.build import compiled
 
-                parts = compiled(request)
-                store.write(key, parts)
-                Counts.built += 1
-                return parts
-    Counts.loaded += 1
+    def build() -> dict[str, bytes]:
+        from tilewise.engines.triton.build import compiled
+
+        return compiled(request)
+
+    parts, built = store.find_or_build(key_of(request), build)
+    Counts.built += built
+    Counts.loaded += not built
     return parts

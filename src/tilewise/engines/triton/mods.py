@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tilewise.engines.triton.emit import Extents, Layout, Writer, mask_source, scatter_source, score_source, slope_source
+from tilewise.engines.emitting import Extents, Layout
+from tilewise.engines.triton.emit import Writer, mask_source, scatter_source, score_source, slope_source
 from tilewise.engines.triton.modules import Generated, generated
 from tilewise.lang import Call, Program, derive
 from tilewise.lang.program import literal_value

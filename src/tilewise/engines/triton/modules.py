@@ -14,7 +14,7 @@ HEADER = """\
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import fast_tanh, load_bf16, load_f16, load_f32, load_i32, load_i64, power, quotient, round_even, tanh
+from tilewise.engines.triton.steps import fast_tanh, load_straight, power, quotient, round_even, tanh
 
 """
 

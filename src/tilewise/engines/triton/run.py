@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import interpreted
-from tilewise.engines.triton.config import BACKWARD, SPARSE, Config, all_smaller, choose, padded
+from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, prepare
 from tilewise.engines.triton.mods import mask_of, mod_arguments, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
@@ -18,8 +18,6 @@ from tilewise.plan import map_of
 from tilewise.problem import Problem
 
 DECODE_ROWS, DECODE_KEYS = 64, 32  # decoding: at most so many packed rows, at least so many keys per query
-SHIFT_PARTS = 16  # as in backward.py
-LOG2E = 1.4426950408889634
 PROGRAMS_PER_PROCESSOR, TILES_PER_SPLIT, MOST_SPLITS, FEW_PROCESSORS = 4, 4, 128, 4
 
 
@@ -275,9 +273,8 @@ def _nothing_to_attend(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) ->
 
 def strides(t: Tensor) -> tuple[int, ...]:
     """(batch, head, sequence, dim) strides; `Aligned` where rows can be loaded 16 bytes at a time."""
-    whole = 16 // t.element_size()
     found = t.stride()
-    if found[3] == 1 and t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in found[:3]) and whole:
+    if found[3] == 1 and t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in found[:3]):
         return Aligned(found)
     return Strides(found)
 

@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from tilewise.engines.triton import config
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2E: tl.constexpr = tl.constexpr(config.LOG2E)
 
 
 @triton.jit
@@ -128,10 +130,8 @@ if INTERPRETED:
     fast_tanh = tanh
 
     @triton.jit
-    def load_f32(p):
+    def load_straight(p):
         return tl.load(p)
-
-    load_i32 = load_i64 = load_f16 = load_bf16 = load_f32
 else:
 
     @triton.jit
@@ -152,21 +152,12 @@ else:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
-    def load_f32(p):
-        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [p], dtype=tl.float32, is_pure=True, pack=1)
-
-    @triton.jit
-    def load_i32(p):
-        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [p], dtype=tl.int32, is_pure=True, pack=1)
-
-    @triton.jit
-    def load_i64(p):
-        return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [p], dtype=tl.int64, is_pure=True, pack=1)
-
-    @triton.jit
-    def load_f16(p):
-        return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [p], dtype=tl.float16, is_pure=True, pack=1)
-
-    @triton.jit
-    def load_bf16(p):
-        return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [p], dtype=tl.bfloat16, is_pure=True, pack=1)
+    def load_straight(p):
+        """A load that Triton's pipelining does not see. Elements have 16, 32 or 64 bits."""
+        bits: tl.constexpr = p.dtype.element_ty.primitive_bitwidth
+        if bits == 16:
+            return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
+        elif bits == 32:
+            return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
+        else:
+            return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
