@@ -13,9 +13,9 @@ FLOAT32_MISSES = {
 }
 
 
-def refused(case: Case, device: str, dtype: torch.dtype) -> None:
+def refused(case: Case, device: str, dtype: torch.dtype, engine: str = "triton") -> None:
     """Skip a case that the engine refuses, with its reason."""
     inputs = make(case, dtype, dtype, device)
-    said = tw.explain(inputs.query, inputs.key, inputs.value, backend="triton", **inputs.arguments())
+    said = tw.explain(inputs.query, inputs.key, inputs.value, backend=engine, **inputs.arguments())
     if said.engine is None:
-        pytest.skip(str(said.verdicts))
+        pytest.skip(next(v.reason for v in said.verdicts if v.engine == engine))

@@ -23,7 +23,7 @@ INTENTS = {
     "flash": "fused: plain or causal attention without a score",
     "math": "dense and plain, the reference",
 }
-CANDIDATES = {"flex": ("triton", "cpp", "blocked"), "flash": ("triton", "cpp", "native", "blocked"), "math": ("reference",)}
+CANDIDATES = {"flex": ("gluon", "triton", "cpp", "blocked"), "flash": ("gluon", "triton", "cpp", "native", "blocked"), "math": ("reference",)}
 VARIABLE = "TILEWISE_BACKEND"
 
 

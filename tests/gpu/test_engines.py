@@ -22,6 +22,12 @@ def test_triton(case: Case, dtype: torch.dtype) -> None:
     check(case, "triton", "cuda", dtype)
 
 
+@pytest.mark.parametrize(("case", "dtype"), [typed for typed in TYPED if typed.values[1] != torch.float32])
+def test_gluon(case: Case, dtype: torch.dtype) -> None:
+    refused(case, "cuda", dtype, "gluon")
+    check(case, "gluon", "cuda", dtype)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_blocked(case: Case) -> None:
     check(case, "blocked", "cuda", case.dtypes[-1])

@@ -11,7 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise.engines.triton import backward, decode, forward
-from tilewise.engines.triton.launch import Request
+from tilewise.engines.triton.driver import TENSOR_MAP
+from tilewise.engines.triton.launch import Block, Request
 from tilewise.engines.triton.modules import Generated
 
 FUNCTIONS = {
@@ -26,12 +27,16 @@ _alone: AbstractContextManager[Any] = threading.Lock() if MISCOUNTS else nullcon
 
 
 def function_named(kernel: str) -> Any:
+    if kernel not in FUNCTIONS:  # a newer Triton has these
+        from tilewise.engines.gluon.kernels import KERNELS
+
+        return KERNELS[kernel]
     return FUNCTIONS[kernel]
 
 
 def compiled(request: Request) -> dict[str, bytes]:
     """The parts the store keeps: the binary, and the facts needed to start it."""
-    function = FUNCTIONS[request.kernel]
+    function = function_named(request.kernel)
     signature: dict[str, Any] = {}
     attributes: dict[Any, Any] = {}
     fixed: dict[Any, Any] = {}
@@ -40,19 +45,29 @@ def compiled(request: Request) -> dict[str, bytes]:
         signature[name] = _describe(kind, (position,), attributes, fixed, types)
     constants = {name: value.function() if isinstance(value, Generated) else value for name, value in request.constants}
     fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = triton.compiler.ASTSource(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
+    source = source_class(function)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
     # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
-    wide = any(kind.startswith("*fp32") for name, kind in request.signature if name in ("p_q", "p_do"))
+    wide = any(kind.startswith("*fp32") for name, kind in request.signature if name in ("p_q", "p_do") and isinstance(kind, str))
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
     with _alone:
         kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
     facts = {
-        "name": kernel.metadata.name, "shared": kernel.metadata.shared, "types": types,
+        "name": kernel.metadata.name, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "types": types,
         "extra_pointers": _parameters(kernel.asm["ptx"]) - len(types),
+        "boxes": [(m["block_size"], m["swizzle"]) for m in getattr(kernel.metadata, "tensordesc_meta", None) or ()],
     }  # fmt: skip
     return {"facts": json.dumps(facts).encode(), "cubin": kernel.asm["cubin"]}
+
+
+def source_class(function: Any) -> Any:
+    """Kernels in Gluon and in plain Triton are read differently."""
+    if function in FUNCTIONS.values() or not function.is_gluon():
+        return triton.compiler.ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _describe(kind: Any, place: tuple[int, ...], attributes: dict[Any, Any], fixed: dict[Any, Any], types: list[str]) -> Any:
@@ -62,6 +77,11 @@ def _describe(kind: Any, place: tuple[int, ...], attributes: dict[Any, Any], fix
         fixed[(*place, 3)] = 1
         types += ["i64"] * 3
         return ("i64", "i64", "i64", "constexpr")
+    if isinstance(kind, Block):
+        from tilewise.engines.gluon.kernels import descriptor_type
+
+        types += [TENSOR_MAP, *["i32"] * len(kind.sizes), *["i64"] * len(kind.sizes)]
+        return descriptor_type(kind)
     if isinstance(kind, tuple):
         return tuple(_describe(k, (*place, d), attributes, fixed, types) for d, k in enumerate(kind))
     if kind == "none":

@@ -11,7 +11,7 @@ A row is a block of shape [1, ...], so that masks and scores see the same shapes
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_rows, run_of, store_rows, unit
+from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_rows, rounded_product, run_of, store_rows, unit
 
 CHUNK: tl.constexpr = tl.constexpr(16)  # keys, or queries, looked at in one step: tiles are cut smaller, so that there is little to compile
 
@@ -29,7 +29,7 @@ def row_step(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_s = tl.sum(b_k * b_q, 1)[None, :]
     b_s = final_scores(b_s, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
-    b_s = b_s * unit(scale, SCORE)
+    b_s = rounded_product(b_s, unit(scale, SCORE))
     b_top = tl.maximum(b_m, tl.max(b_s, 1))
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_p = tl.exp2(b_s - b_base[:, None])

@@ -1,22 +1,26 @@
 """Loading and starting compiled kernels through the CUDA driver, by ctypes: no C compiler, no launcher to build.
 
-Arguments are packed into one buffer, laid out as the kernel's parameters are: in order, each at its natural alignment. The first
-are pointers, so what follows them can be packed apart.
+Arguments are packed into one buffer, laid out as the kernel's parameters are: in order, each at its natural alignment. First come
+tensor maps (how the copy engine finds tiles of a tensor), then pointers, then everything that calls of one kind share.
 """
 
 import ctypes
 import struct
 import threading
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STATIC_SHARED = 48 * 1024  # what a kernel may use without asking
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 PACK = {"i32": "i", "i64": "q", "fp32": "f"}  # pointers are "P"
+TENSOR_MAP, MAP_BYTES, MAP_ALIGNMENT = "tensor map", 128, 64
+MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+PROMOTE_L2 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class OutOfSharedMemory(RuntimeError):
@@ -27,6 +31,7 @@ class OutOfSharedMemory(RuntimeError):
 def library() -> ctypes.CDLL:
     cuda = ctypes.CDLL("libcuda.so.1")
     cuda.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    cuda.cuTensorMapReplaceAddress.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return cuda
 
 
@@ -59,10 +64,49 @@ def enter_context(device: int) -> None:
     _entered.done = True
 
 
+class Box(NamedTuple):
+    """What one message of the copy engine brings of a tensor, and how it lies in shared memory."""
+
+    sizes: tuple[int, ...]
+    swizzle: int  # CU_TENSOR_MAP_SWIZZLE_*
+
+
+def tensor_map(t: Tensor, box: Box) -> bytes:
+    """The 128 bytes that describe a tensor to the copy engine; their address is set again for every call."""
+    rank, size = t.dim(), t.element_size()
+    strides = [s * size if n > 1 else MAP_ALIGNMENT for s, n in zip(t.stride(), t.shape, strict=True)]  # one of a kind: any stride will do
+    raw = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    address = aligned_address(raw)
+    check(
+        library().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(address), MAP_DTYPES[t.dtype], rank, ctypes.c_void_p(t.data_ptr()),
+            (ctypes.c_uint64 * rank)(*reversed(t.shape)), (ctypes.c_uint64 * rank)(*reversed(strides[:-1])),
+            (ctypes.c_uint32 * rank)(*reversed(box.sizes)), (ctypes.c_uint32 * rank)(*[1] * rank),
+            0, box.swizzle, PROMOTE_L2, 0,
+        ),
+        f"describing a tensor of shape {tuple(t.shape)} and strides {t.stride()}",
+    )  # fmt: skip
+    return ctypes.string_at(address, MAP_BYTES)
+
+
+def aligned_address(buffer: Any) -> int:
+    return -(-ctypes.addressof(buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+
+
+def places_of(types: list[str]) -> tuple[list[int], int]:
+    """Where each parameter lies in the buffer, and its size."""
+    places, end = [], 0
+    for t in types:
+        size, alignment = (MAP_BYTES, MAP_ALIGNMENT) if t == TENSOR_MAP else (struct.calcsize(PACK.get(t, "P")),) * 2
+        places.append(-(-end // alignment) * alignment)
+        end = places[-1] + size
+    return places, end
+
+
 class Kernel:
     """A kernel loaded on one device, ready to start."""
 
-    def __init__(self, cubin: bytes, name: str, shared: int, warps: int, types: tuple[str, ...], extra_pointers: int, device: int) -> None:
+    def __init__(self, cubin: bytes, name: str, shared: int, warps: int, types: tuple[str, ...], extra_pointers: int, boxes: list[Box], device: int) -> None:
         if shared > shared_limit(device):
             raise OutOfSharedMemory(f"{shared} bytes of shared memory, the GPU has {shared_limit(device)}")
         cuda = library()
@@ -74,25 +118,52 @@ class Kernel:
         self._function = function
         self._threads = 32 * warps
         self._shared = shared
-        self._codes = [PACK.get(t, "P") for t in types] + ["P"] * extra_pointers
-        self._extra_pointers = (0,) * extra_pointers
-        self._size = ctypes.c_size_t(struct.calcsize("@" + "".join(self._codes)))
-        self._buffer = ctypes.create_string_buffer(self._size.value)
-        self._address = ctypes.addressof(self._buffer)
+        self._boxes = boxes
+        self._types = [*types, *["*extra"] * extra_pointers]
+        self._places, size = places_of(self._types)
+        self._maps_at = [place for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]
+        self._size = ctypes.c_size_t(size)
+        self._buffer = ctypes.create_string_buffer(size + MAP_ALIGNMENT)
+        self._address = aligned_address(self._buffer)
         self._extra = (ctypes.c_void_p * 5)(BUFFER_POINTER, self._address, BUFFER_SIZE, ctypes.addressof(self._size), END)
         self._lock = threading.Lock()  # the driver copies the buffer while it starts a kernel, not later
 
-    def pack_rest(self, values: list[Any]) -> bytes:
-        """The arguments from some pointer argument on, laid out as the kernel's last parameters."""
-        codes = self._codes[len(self._codes) - len(values) - len(self._extra_pointers) :]
-        return struct.pack("@" + "".join(codes), *values, *self._extra_pointers)
+    def image(self, described: list[Tensor], addresses: list[int], rest: list[Any]) -> "Image":
+        """All arguments in place."""
+        values: list[Any] = []
+        for t, box in zip(described, self._boxes, strict=True):
+            values += [tensor_map(t, box), *t.shape, *t.stride()]
+        pointers = len(values)
+        values += [*addresses, *rest]
+        values += [0] * (len(self._types) - len(values))
+        raw = bytearray(self._size.value)
+        for place, kind, value in zip(self._places, self._types, values, strict=True):
+            if kind == TENSOR_MAP:
+                raw[place : place + MAP_BYTES] = value
+            else:
+                struct.pack_into(PACK.get(kind, "P"), raw, place, value)
+        at = self._places[pointers] if addresses else 0
+        return Image(bytes(raw), at, struct.Struct(f"{len(addresses)}P"))
 
-    def start(self, programs: int, stream: int, arguments: bytes) -> None:
+    def start(self, programs: int, stream: int, image: "Image", described: list[Tensor], addresses: list[int]) -> None:
         with self._lock:
-            ctypes.memmove(self._address, arguments, len(arguments))
+            ctypes.memmove(self._address, image.raw, len(image.raw))
+            if addresses:
+                own = image.pointers.pack(*addresses)
+                ctypes.memmove(self._address + image.pointers_at, own, len(own))
+            for place, t in zip(self._maps_at, described, strict=True):
+                library().cuTensorMapReplaceAddress(self._address + place, t.data_ptr())
             code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, None, self._extra)
         if code != 0:
             check(code, "starting a kernel")
+
+
+class Image(NamedTuple):
+    """The arguments of calls that differ only in the addresses of their own tensors."""
+
+    raw: bytes
+    pointers_at: int
+    pointers: struct.Struct
 
 
 def current_stream(device: int) -> int:

@@ -263,7 +263,7 @@ def mask_source(writer: Writer) -> list[str]:
 def score_source(writer: Writer) -> list[str]:
     result = writer.result(0, "f32")
     if "score" not in writer.program.uses:  # give it the scores' shape
-        result = f"tl.zeros_like(score) + {result}"
+        result = f"tl.where(score == score, {result}, {result})"
     return ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {result}"]
 
 

@@ -5,7 +5,6 @@ can be read 16 bytes at a time, and the constants.
 """
 
 import hashlib
-import struct
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from tilewise import store
 from tilewise._version import __version__
 from tilewise.engines.triton import interpreted
-from tilewise.engines.triton.driver import Kernel, OutOfSharedMemory, current_stream, enter_context
+from tilewise.engines.triton.driver import Box, Kernel, OutOfSharedMemory, current_stream, enter_context
 from tilewise.engines.triton.modules import Generated
 
 POINTER = {
@@ -25,7 +24,7 @@ POINTER = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
 
-__all__ = ["Aligned", "Counts", "Launch", "OutOfSharedMemory", "Prepared", "Request", "Strides", "parts_of", "prepare", "request_of"]
+__all__ = ["Aligned", "Block", "Counts", "Described", "Launch", "OutOfSharedMemory", "Prepared", "Request", "Strides", "parts_of", "prepare", "request_of"]
 
 
 class Strides(tuple[int, ...]):
@@ -34,6 +33,13 @@ class Strides(tuple[int, ...]):
 
 class Aligned(Strides):
     """Strides of a tensor whose rows lie on 16-byte boundaries: the last is 1, the others multiples of 16."""
+
+
+class Described(NamedTuple):
+    """A tensor that the copy engine brings in blocks of this shape."""
+
+    tensor: Tensor
+    block: tuple[int, ...]
 
 
 class Request(NamedTuple):
@@ -45,6 +51,13 @@ class Request(NamedTuple):
     warps: int
     stages: int
     arch: int
+
+
+class Block(NamedTuple):
+    """The type of a described tensor."""
+
+    dtype: str
+    sizes: tuple[int, ...]
 
 
 class Counts:
@@ -63,7 +76,7 @@ class Launch(NamedTuple):
 
     kernel: str
     programs: int
-    own: dict[str, Any]  # the call's own tensors (or None, or tuples of them): the kernel's first parameters
+    own: dict[str, Any]  # the call's own tensors (or None, or tuples of them): the kernel's first parameters, described ones before all
     rest: dict[str, Any]  # the other arguments, which every call like this one has
     constants: dict[str, Any]
     warps: int
@@ -73,16 +86,15 @@ class Launch(NamedTuple):
 class Prepared:
     """A kernel with its arguments packed. Calls that differ only in their own tensors start it again."""
 
-    def __init__(self, launch: Launch, kernel: Kernel, rest: bytes, device: int) -> None:
+    def __init__(self, launch: Launch, kernel: Kernel, rest: list[Any], device: int) -> None:
         self._kernel = kernel
         self._programs = launch.programs
-        self._rest = rest
+        self._image = kernel.image(*own_tensors(launch.own), rest)
         self._device = device
         self._kept = [v for name, v in launch.rest.items() if name in MAPS]  # addresses of these are among the arguments
 
     def start(self, own: dict[str, Any]) -> None:
-        addresses = addresses_of(own)
-        self._kernel.start(self._programs, current_stream(self._device), struct.pack(f"{len(addresses)}P", *addresses) + self._rest)
+        self._kernel.start(self._programs, current_stream(self._device), self._image, *own_tensors(own))
 
 
 class Interpreted:
@@ -116,17 +128,22 @@ def prepare(launch: Launch, device: torch.device) -> Prepared | Interpreted:
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _load(key, request_of(launch, architecture(device)), index)
-    return Prepared(launch, kernel, kernel.pack_rest(values[len(addresses_of(launch.own)) :]), index)
+    return Prepared(launch, kernel, values[len(own_tensors(launch.own)[1]) :], index)
 
 
-def addresses_of(own: dict[str, Any]) -> list[int]:
+def own_tensors(own: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
+    """The described ones, and the addresses of the others."""
+    described: list[Tensor] = []
     found: list[int] = []
     for value in own.values():
-        if type(value) is tuple:
+        kind = type(value)
+        if kind is Described:
+            described.append(value.tensor)
+        elif kind is tuple:
             found += [t.data_ptr() for t in value]
         elif value is not None:
             found.append(value.data_ptr())
-    return found
+    return described, found
 
 
 def _read(value: Any, marks: list[Any], values: list[Any]) -> None:
@@ -149,6 +166,8 @@ def _read(value: Any, marks: list[Any], values: list[Any]) -> None:
             _read_inner(v, marks, values)
     elif value is None:
         marks.append(None)
+    elif kind is Described:
+        marks.append((value.tensor.dtype, value.block))
     else:
         address = value.data_ptr()
         marks.append((value.dtype, address % 16 == 0))
@@ -180,6 +199,8 @@ def _type(value: Any) -> Any:
     """The type of an argument as part of a kernel's name. A pointer that is 16-byte aligned ends in `!`."""
     if isinstance(value, Tensor):
         return POINTER[value.dtype] + "!" if value.data_ptr() % 16 == 0 else POINTER[value.dtype]
+    if isinstance(value, Described):
+        return Block(POINTER[value.tensor.dtype][1:], value.block)
     if isinstance(value, Strides):
         return "aligned" if isinstance(value, Aligned) else ("i64",) * 4
     if isinstance(value, tuple):
@@ -203,7 +224,7 @@ def sources_digest() -> str:
     from importlib.metadata import version
 
     digest = hashlib.sha256(f"{__version__} {version('triton')}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.parent.glob("[tg]*/*.py")):  # triton and gluon
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -224,7 +245,8 @@ def _loaded(parts: dict[str, bytes], request: Request, device: int) -> Kernel:
     import json
 
     facts = json.loads(parts["facts"])
-    return Kernel(parts["cubin"], facts["name"], facts["shared"], request.warps, tuple(facts["types"]), facts["extra_pointers"], device)
+    boxes = [Box(tuple(sizes), swizzle) for sizes, swizzle in facts["boxes"]]
+    return Kernel(parts["cubin"], facts["name"], facts["shared"], facts["warps"], tuple(facts["types"]), facts["extra_pointers"], boxes, device)
 
 
 def parts_of(request: Request) -> dict[str, bytes]:

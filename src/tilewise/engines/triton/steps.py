@@ -132,6 +132,10 @@ if INTERPRETED:
     @triton.jit
     def load_straight(p):
         return tl.load(p)
+
+    @triton.jit
+    def rounded_product(a, b):
+        return a * b
 else:
 
     @triton.jit
@@ -161,3 +165,8 @@ else:
             return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
         else:
             return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
+
+    @triton.jit
+    def rounded_product(a, b):
+        """a b, rounded even where a sum follows: never part of a fused operation."""
+        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b + tl.zeros_like(a)], dtype=tl.float32, is_pure=True, pack=1)

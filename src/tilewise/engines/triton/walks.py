@@ -20,6 +20,11 @@ class KernelTiles:
     mapped: bool
     tensors: tuple[Any, ...] = (None,) * 7  # order; offsets, start, count of the partial runs; the same of the full ones
     strides: tuple[int, int] = (0, 0)  # from one batch, and from one head, to the next, in rows
+    work: Any = None  # how many tiles each row has
+
+    @property
+    def with_work(self) -> tuple[Any, ...]:
+        return (self.tensors[0], self.work, *self.tensors[1:])
 
 
 def row_tiles(p: Problem, config: Config) -> KernelTiles:
@@ -58,7 +63,8 @@ def _stand_in(p: Problem) -> KernelTiles:
     """For building ahead: what the arguments look like, without a map."""
     if p.mask is None and p.tiles is None:
         return KernelTiles(1, False)
-    return KernelTiles(1, True, (torch.empty(1, dtype=torch.int32, device="meta"),) * 7)
+    stand_in = torch.empty(1, dtype=torch.int32, device="meta")
+    return KernelTiles(1, True, (stand_in,) * 7, work=stand_in)
 
 
 def _kernel_tiles(partial: Runs, full: Runs, count: int, g: Geometry) -> KernelTiles:
@@ -68,7 +74,7 @@ def _kernel_tiles(partial: Runs, full: Runs, count: int, g: Geometry) -> KernelT
     order = torch.argsort(work.view(-1, count), dim=1, descending=True, stable=True).int().flatten()
     strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
     tensors = (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count)
-    return KernelTiles(count, True, tensors, strides_in_rows)
+    return KernelTiles(count, True, tensors, strides_in_rows, work.int())
 
 
 def with_tail_partial(partial: Runs, full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:

@@ -1,0 +1,111 @@
+"""The Hopper engine: warp-specialised kernels with TMA and wgmma for H100 and H200, programmed by the same masks and scores.
+
+Gluon, the language the kernels are written in, comes with Triton and is imported when the engine first serves a call.
+"""
+
+import importlib.metadata
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.engines.gluon.config import forward_cut, forward_tile
+from tilewise.engines.triton import MISSING as NO_TRITON
+from tilewise.engines.triton import interpreted, on_current_device
+from tilewise.problem import Problem
+
+HOPPER = (9, 0)
+OLDEST_TRITON = (3, 6)
+LARGEST_HEAD_DIM = 256
+
+
+class GluonEngine(Engine):
+    name = "gluon"
+    summary = "warp-specialised kernels for Hopper GPUs (H100, H200)"
+
+    def refuse(self, problem: Problem) -> str | None:
+        if MISSING is not None:
+            return MISSING
+        if problem.device.type != "cuda" or interpreted():
+            return f"Query, key, and value must be on a CUDA device, got {problem.device}"
+        capability = torch.cuda.get_device_capability(problem.device)
+        if capability != HOPPER:
+            return f"its kernels are for compute capability {HOPPER[0]}.{HOPPER[1]}, the GPU has {capability[0]}.{capability[1]}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"Query, key, and value must be either bfloat16 or float16, got {problem.dtype}"
+        return _shape(problem) or _strides(problem) or _tiles(problem)
+
+    def forward(self, problem: Problem) -> Output:
+        if on_current_device(problem.device):
+            return _run().forward(problem)
+        with torch.cuda.device(problem.device):
+            return _run().forward(problem)
+
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        if on_current_device(problem.device):
+            return _run().backward(problem, output, grad_out, grad_lse, wanted)
+        with torch.cuda.device(problem.device):
+            return _run().backward(problem, output, grad_out, grad_lse, wanted)
+
+
+def _shape(p: Problem) -> str | None:
+    if p.query.numel() == 0 or p.key.numel() == 0:
+        return "it needs queries and keys, got none"
+    if max(p.head_dim, p.v_dim) > LARGEST_HEAD_DIM:
+        return f"it needs head dims up to {LARGEST_HEAD_DIM}, got {p.head_dim} and {p.v_dim}"
+    if p.head_dim % 8 or p.v_dim % 8:
+        return f"the copy engine needs head dims that are multiples of 8, got {p.head_dim} and {p.v_dim}"
+    from tilewise.engines.triton.run import is_decoding
+
+    if is_decoding(p):
+        return f"few queries ({p.q_len}) over many keys ({p.kv_len}): splitting the keys is faster"
+    return None
+
+
+def _strides(p: Problem) -> str | None:
+    for name, t in (("query", p.query), ("key", p.key), ("value", p.value)):
+        if not describable(t):
+            return f"the copy engine needs rows of consecutive elements on 16-byte boundaries, got a {name} with strides {tuple(t.stride())}"
+    return None
+
+
+def describable(t: Tensor) -> bool:
+    """Whether the copy engine can find the tensor's tiles."""
+    strides = [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
+    if t.shape[3] > 1 and t.stride(3) != 1:
+        return False
+    outer = strides[:-1] if t.shape[3] > 1 else strides
+    return t.data_ptr() % 16 == 0 and all([s > 0 and s * t.element_size() % 16 == 0 for s in outer])
+
+
+def _tiles(p: Problem) -> str | None:
+    if p.tiles is None or not p.tiles.given:
+        return None
+    wanted, given = forward_tile(forward_cut(p)), p.tiles.tile
+    if given[0] % wanted[0] or given[1] % wanted[1]:
+        return f"it needs given tiles that are multiples of {wanted}, got {given}"
+    if p.mask is not None and (p.q_len % given[0] or p.kv_len % given[1]):
+        return f"it needs lengths that given tiles with a mask inside divide, got {p.q_len} and {p.kv_len} for tiles of {given}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _run() -> Any:
+    """The module that imports Triton."""
+    from tilewise.engines.gluon import run
+
+    return run
+
+
+def _missing() -> str | None:
+    if NO_TRITON is not None:
+        return NO_TRITON
+    installed = importlib.metadata.version("triton")
+    if tuple(int(x) for x in installed.split(".")[:2]) < OLDEST_TRITON:
+        return f"it needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, {installed} is installed"
+    return None
+
+
+MISSING = _missing()

@@ -1,0 +1,26 @@
+"""How the Hopper kernels are cut, by head dim. Measured on an H200; docs/kernels/hopper.md tells the story."""
+
+from tilewise.engines.gluon.cuts import ForwardCut
+from tilewise.problem import Problem
+
+ROWS = 64  # query rows of a warpgroup
+
+
+def padded(size: int) -> int:
+    """The head dim in shared memory, where the copy engine writes zeros past the tensor's own."""
+    return max(64, 1 << (size - 1).bit_length())
+
+
+def forward_cut(p: Problem) -> ForwardCut:
+    d, dv = padded(p.head_dim), padded(p.v_dim)
+    width = max(d, dv)
+    given = p.tiles is not None and p.tiles.given
+    if width == 64 and not given:
+        return ForwardCut(d, dv, block_n=128, warpgroups=3, k_stages=3, v_stages=3, ping_pong=True, own_o_buffer=True)
+    if width <= 128:
+        return ForwardCut(d, dv, block_n=128, warpgroups=2, k_stages=3, v_stages=2, ping_pong=True, own_o_buffer=True)
+    return ForwardCut(d, dv, block_n=64, warpgroups=2, k_stages=2, v_stages=2, ping_pong=False, own_o_buffer=d != dv)
+
+
+def forward_tile(cut: ForwardCut) -> tuple[int, int]:
+    return ROWS * cut.warpgroups, cut.block_n

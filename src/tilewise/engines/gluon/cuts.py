@@ -1,0 +1,20 @@
+"""The constants of the Hopper kernels, as plain data: nothing here needs Triton."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardCut:
+    d: int  # head dims in shared memory, zeros past the tensors' own
+    dv: int
+    block_n: int  # keys of a step
+    warpgroups: int  # consumers: a query tile has 64 rows for each
+    k_stages: int
+    v_stages: int  # three and more: V is awaited a step ahead, under the softmax
+    ping_pong: bool  # consumers take turns at issuing products
+    own_o_buffer: bool  # O leaves through its own shared memory, so that the next Q can load at once
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and of the producer's threads."""
+        return (240, 24) if self.warpgroups == 2 else (160, 32)

@@ -1,0 +1,395 @@
+"""Attention forward for Hopper (sm_90) in Gluon: one TMA producer warp and two or three consumer warpgroups.
+
+Programs stay and take one query tile after the other from a common counter, longest rows of the tile map first. The producer walks
+the map: empty tiles are never loaded. A warpgroup owns 64 query rows. Step i of a consumer, with P kept in registers:
+
+    issue S(i) = Q K(i)^T, then O += P(i-1) V(i-1); softmax(i) runs while the second product is under way.
+
+Why the schedule is as it is (docs/kernels/hopper.md has the measurements):
+ - P is packed to 16 bits after the wait for P V. Packed before it, the new P needs registers of its own beside the old P and
+   beside the scores.
+ - Maxima and sums first fold over the registers of a thread, even and odd columns apart: four independent chains instead of one,
+   and the sums cross lanes only once, at the end of a tile.
+ - O is rescaled after Q K^T was issued, not in front of it.
+ - A wait for an mbarrier ends a basic block. One stands between softmax and the wait for P V, or ptxas hoists that wait over the exp2s.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.engines.gluon.pieces import (
+    LN2,
+    LOG2E,
+    bar_arrive,
+    bar_sync,
+    final_scores,
+    is_unsound,
+    new_notes,
+    next_item,
+    read_note,
+    tma_load,
+    tma_store,
+    uniform,
+    unit,
+    write_note,
+)  # fmt: skip
+from tilewise.engines.triton.steps import kept
+
+ROWS = gl.constexpr(64)  # query rows of a warpgroup
+TURN = gl.constexpr(5)  # named barriers 5, 6, 7: whose turn it is to issue products
+K_FREE = gl.constexpr(8)  # 8 to 11: stage of K handed back
+V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
+
+
+@gluon.jit
+def forward(
+    q_desc, k_desc, v_desc, o_desc, p_lse, p_highest, p_unsound, p_counter, p_sinks, p_seed,
+    tiles, s_tiles,  # (order, tiles in the row, partial offsets, start, count, full offsets, start, count), (batch, head) strides in rows
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, scale, keep_scale, threshold, mask, score,
+    MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """n_group heads at a time share the L2 cache."""
+    NWG: gl.constexpr = C.value.warpgroups
+    BN: gl.constexpr = C.value.block_n
+    D: gl.constexpr = C.value.d
+    DV: gl.constexpr = C.value.dv
+    KS: gl.constexpr = C.value.k_stages
+    VS: gl.constexpr = C.value.v_stages
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [NWG, 1, 1, ROWS, D], q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [KS, 1, 1, BN, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [VS, 1, 1, BN, DV], v_desc.layout)
+    o_bufs = q_bufs
+    if C.value.own_o_buffer:
+        o_bufs = gl.allocate_shared_memory(dtype, [NWG, 1, 1, ROWS, DV], o_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [NWG, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], BARRIER)
+    for w in gl.static_range(NWG):
+        mbarrier.init(q_full.index(w), count=1)
+        mbarrier.init(q_free.index(w), count=1)
+    for s in gl.static_range(KS):
+        mbarrier.init(k_full.index(s), count=1)
+    for s in gl.static_range(VS):
+        mbarrier.init(v_full.index(s), count=1)
+    tile_notes = new_notes(3 * NWG)  # of each warpgroup: head, query tile, steps
+    step_notes = new_notes(KS)
+    bars = (q_full, q_free, k_full, v_full)
+    load = (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
+            n_heads, ratio, n_kv, n_tiles, n_bh, n_group)  # fmt: skip
+    work = (o_desc, p_lse, p_highest, p_unsound, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
+            n_heads, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score)  # fmt: skip
+    MANY: gl.constexpr = C.value.registers[0]
+    FEW: gl.constexpr = C.value.registers[1]
+    if NWG == 2:
+        gl.warp_specialize([
+            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 1, C)),
+            (producer, (load, MAPPED, C)),
+        ], [4, 1], [MANY, FEW])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 1, C)),
+            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 2, C)),
+            (producer, (load, MAPPED, C)),
+        ], [4, 4, 1], [MANY, MANY, FEW])  # fmt: skip
+
+
+# -- producer --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
+    (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
+     n_heads, ratio, n_kv, n_tiles, n_bh, n_group) = args  # fmt: skip
+    NWG: gl.constexpr = C.value.warpgroups
+    BN: gl.constexpr = C.value.block_n
+    KS: gl.constexpr = C.value.k_stages
+    VS: gl.constexpr = C.value.v_stages
+    ALL: gl.constexpr = 32 + 128 * NWG
+    q_full, q_free, k_full, v_full = bars
+    queries = (q_desc, q_bufs, q_full, q_free, tile_notes)
+    keys = (k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes)
+    n_items = n_tiles * n_bh
+    turn = 0  # query tiles sent
+    it = 0  # key tiles sent
+    item = next_item(p_counter, n_items)
+    while item < n_items:
+        # Longest first inside a group of heads that fits the L2 cache.
+        first = item // (n_tiles * n_group) * n_group
+        rest = item - first * n_tiles
+        heads = gl.minimum(n_group, n_bh - first)
+        i_bh = first + rest % heads
+        i_tile = rest // heads
+        i_b = i_bh // n_heads
+        i_h = i_bh % n_heads
+        i_hk = i_h // ratio
+        if MAPPED:
+            row = i_b * s_tiles[0] + i_h * s_tiles[1]
+            i_tile = uniform(gl.load(tiles[0] + row + i_tile))
+            row += i_tile
+            steps = uniform(gl.load(tiles[1] + row))
+            if steps == 0:
+                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, C)
+            started = it
+            for run in range(uniform(gl.load(tiles[2] + row)), uniform(gl.load(tiles[2] + row + 1))):
+                start = uniform(gl.load(tiles[3] + run))
+                for i_kv in range(start, start + uniform(gl.load(tiles[4] + run))):
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, 1, steps, C)
+                    it += 1
+            for run in range(uniform(gl.load(tiles[5] + row)), uniform(gl.load(tiles[5] + row + 1))):
+                start = uniform(gl.load(tiles[6] + run))
+                for i_kv in range(start, start + uniform(gl.load(tiles[7] + run))):
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, 0, steps, C)
+                    it += 1
+        else:
+            steps = gl.cdiv(n_kv, BN)
+            for i in range(steps):
+                cut = ((i == 0) & (n_kv % BN != 0)).to(gl.int32)
+                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, cut, steps, C)
+                it += 1
+        turn += 1
+        item = next_item(p_counter, n_items)
+    send_queries(queries, turn, 0, 0, 0, 0, -1, C)
+    for j in range(gl.maximum(it - KS, 0), it):  # meet the last arrivals: no barrier stays half full
+        bar_sync(K_FREE + j % KS, ALL)
+    for j in range(gl.maximum(it - VS, 0), it):
+        bar_sync(V_FREE + j % VS, ALL)
+
+
+@gluon.jit
+def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, C: gl.constexpr):
+    """A query tile for the consumers, with its number of steps: 0 if its rows attend nothing, -1 when all is done."""
+    q_desc, q_bufs, q_full, q_free, tile_notes = queries
+    NWG: gl.constexpr = C.value.warpgroups
+    for w in gl.static_range(NWG):
+        mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
+        write_note(tile_notes, 3 * w, i_bh)
+        write_note(tile_notes, 3 * w + 1, i_tile)
+        write_note(tile_notes, 3 * w + 2, steps)
+        if steps > 0:
+            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+            tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], q_full.index(w), q_bufs.index(w))
+        else:
+            mbarrier.arrive(q_full.index(w), count=1)
+
+
+@gluon.jit
+def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, masked, steps, C: gl.constexpr):
+    """A tile of K, with a note of what it is, and of V; the first one brings the queries along."""
+    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes = keys
+    KS: gl.constexpr = C.value.k_stages
+    VS: gl.constexpr = C.value.v_stages
+    ALL: gl.constexpr = 32 + 128 * C.value.warpgroups
+    n0 = i_kv * C.value.block_n
+    if it >= KS:
+        bar_sync(K_FREE + it % KS, ALL)
+    write_note(step_notes, it % KS, 2 * n0 + masked)
+    mbarrier.expect(k_full.index(it % KS), k_desc.block_type.nbytes)
+    tma_load(k_desc, [i_b, i_hk, n0, 0], k_full.index(it % KS), k_bufs.index(it % KS))
+    if first:
+        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, C)
+    if it >= VS:
+        bar_sync(V_FREE + it % VS, ALL)
+    mbarrier.expect(v_full.index(it % VS), v_desc.block_type.nbytes)
+    tma_load(v_desc, [i_b, i_hk, n0, 0], v_full.index(it % VS), v_bufs.index(it % VS))
+
+
+# -- consumer --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    (o_desc, p_lse, p_highest, p_unsound, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
+     n_heads, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
+    q_full, q_free, k_full, v_full = bars
+    NWG: gl.constexpr = C.value.warpgroups
+    BN: gl.constexpr = C.value.block_n
+    D: gl.constexpr = C.value.d
+    DV: gl.constexpr = C.value.dv
+    VS: gl.constexpr = C.value.v_stages
+    ALL: gl.constexpr = 32 + 128 * NWG
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_L)
+    buffers = (k_bufs, v_bufs, k_full, v_full, step_notes)
+    q = q_bufs.index(WG).reshape([ROWS, D])
+    out = o_bufs.index(WG)
+
+    if C.value.ping_pong and WG == NWG - 1:
+        bar_arrive(TURN, 256)  # warpgroup 0 begins
+    it = 0  # key tiles seen, over all query tiles
+    turn = 0
+    mbarrier.wait(q_full.index(WG), 0)
+    steps = read_note(tile_notes, 3 * WG + 2)
+    while steps >= 0:
+        i_bh = read_note(tile_notes, 3 * WG)
+        i_tile = read_note(tile_notes, 3 * WG + 1)
+        m0 = (i_tile * NWG + WG) * ROWS
+        place = (i_bh // n_heads, i_bh % n_heads, m0, n_q, n_kv, scale, threshold, p_seed, mask, score)
+        b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
+        b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
+        if steps > 0:
+            b_p, b_m, b_l, b_decay = first_step(q, b_m, b_l, buffers, it, steps > 1, place, MASK, SCORE, DROPOUT, WG, C)
+            it += 1
+            for i in range(1, steps):
+                b_p, b_o, b_m, b_l, b_decay = attend(q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i + 1 < steps, place, MASK, SCORE, DROPOUT, WG, C)
+                it += 1
+            if C.value.own_o_buffer:
+                mbarrier.arrive(q_free.index(WG), count=1)
+            b_o = rescale(b_o, b_decay)
+            last = (it - 1) % VS
+            if VS <= 2:
+                mbarrier.wait(v_full.index(last), ((it - 1) // VS) & 1)
+            o_token = warpgroup_mma(b_p, v_bufs.index(last).reshape([BN, DV]), b_o, is_async=True)
+            b_o = warpgroup_mma_wait(0, deps=[o_token])
+            bar_arrive(V_FREE + last, ALL)
+        elif C.value.own_o_buffer:
+            mbarrier.arrive(q_free.index(WG), count=1)
+
+        # Out. Everything is in base 2 from here on.
+        b_sum = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)
+        b_top = b_m * unit(scale, SCORE)
+        o_q = m0 + gl.arange(0, ROWS, ROW)
+        o_row = i_bh.to(gl.int64) * n_q + o_q
+        gl.store(p_highest + o_row, b_top * LN2, mask=o_q < n_q)
+        lost = tl.max(gl.where((b_sum == float("inf")) | ((b_sum == 0.0) & (b_m != float("-inf"))), 1, 0), 0)
+        gl.store(p_unsound + (i_bh * n_tiles + i_tile) * NWG + WG, lost | is_unsound(b_o))
+        if SINKS:  # one more key, of value 0
+            sink = gl.load(p_sinks + i_bh % n_heads).to(gl.float32) * LOG2E
+            b_base = gl.maximum(b_top, sink)
+            b_share = gl.exp2(b_top - b_base)
+            b_sum = b_sum * b_share + gl.exp2(sink - b_base)
+            b_o = b_o * gl.expand_dims(gl.convert_layout(b_share, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
+            b_top = b_base
+        nothing = b_sum == 0.0
+        b_sum = gl.where(nothing, 1.0, b_sum)
+        gl.store(p_lse + o_row, gl.where(nothing, float("-inf"), (b_top + gl.log2(b_sum)) * LN2), mask=o_q < n_q)
+        b_o = b_o * gl.expand_dims(gl.convert_layout(keep_scale / b_sum, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
+        if C.value.own_o_buffer:
+            tma.store_wait(0)  # the tile before has left
+        out.reshape([ROWS, DV]).store(b_o.to(q_bufs.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [i_bh // n_heads, i_bh % n_heads, m0, 0], out)
+        if not C.value.own_o_buffer:
+            tma.store_wait(0)
+            mbarrier.arrive(q_free.index(WG), count=1)
+        turn += 1
+        mbarrier.wait(q_full.index(WG), turn & 1)
+        steps = read_note(tile_notes, 3 * WG + 2)
+    tma.store_wait(0)
+    if C.value.ping_pong and WG == 0:
+        bar_sync(TURN, 256)  # meet the last arrival
+
+
+@gluon.jit
+def first_step(q, b_m, b_l, buffers, it, more, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """Scores of the first key tile; no P V is under way."""
+    k_bufs, _, k_full, v_full, step_notes = buffers
+    NWG: gl.constexpr = C.value.warpgroups
+    KS: gl.constexpr = C.value.k_stages
+    VS: gl.constexpr = C.value.v_stages
+    mbarrier.wait(k_full.index(it % KS), (it // KS) & 1)
+    note = read_note(step_notes, it % KS)
+    if C.value.ping_pong:
+        bar_sync(TURN + WG, 256)
+    s_token = issue_scores(q, k_bufs.index(it % KS), C)
+    if C.value.ping_pong:
+        bar_arrive(TURN + (WG + 1) % NWG, 256)
+    b_s = warpgroup_mma_wait(0, deps=[s_token])
+    bar_arrive(K_FREE + it % KS, 32 + 128 * NWG)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, note, place, MASK, SCORE, DROPOUT, C)
+    mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
+    if VS > 2:
+        mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
+    return as_operand(b_p, k_bufs.dtype, C), b_m, b_l, b_decay
+
+
+@gluon.jit
+def attend(
+    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, more, place,
+    MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it."""
+    k_bufs, v_bufs, k_full, v_full, step_notes = buffers
+    NWG: gl.constexpr = C.value.warpgroups
+    KS: gl.constexpr = C.value.k_stages
+    VS: gl.constexpr = C.value.v_stages
+    BN: gl.constexpr = C.value.block_n
+    DV: gl.constexpr = C.value.dv
+    ALL: gl.constexpr = 32 + 128 * NWG
+    note = read_note(step_notes, it % KS)
+    if C.value.ping_pong:
+        bar_sync(TURN + WG, 256)
+    s_token = issue_scores(q, k_bufs.index(it % KS), C)
+    b_o = rescale(b_o, b_decay)
+    if VS <= 2:
+        mbarrier.wait(v_full.index((it - 1) % VS), ((it - 1) // VS) & 1)
+    o_token = warpgroup_mma(b_p, v_bufs.index((it - 1) % VS).reshape([BN, DV]), b_o, is_async=True)
+    if C.value.ping_pong:
+        bar_arrive(TURN + (WG + 1) % NWG, 256)
+    if VS > 2:  # waits in the shadow of the products
+        mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
+    b_s = warpgroup_mma_wait(1, deps=[s_token])
+    bar_arrive(K_FREE + it % KS, ALL)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, note, place, MASK, SCORE, DROPOUT, C)
+    if VS > 2:
+        mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
+    else:
+        mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
+    b_o, b_p, b_l, b_decay = warpgroup_mma_wait(0, deps=[o_token, b_p, b_l, b_decay])
+    bar_arrive(V_FREE + (it - 1) % VS, ALL)
+    return as_operand(b_p, k_bufs.dtype, C), b_o, b_m, b_l, b_decay
+
+
+@gluon.jit
+def issue_scores(q, k_buf, C: gl.constexpr):
+    BN: gl.constexpr = C.value.block_n
+    D: gl.constexpr = C.value.d
+    nothing = gl.zeros([ROWS, BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+    return warpgroup_mma(q, k_buf.reshape([BN, D]).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def softmax_step(b_s, b_m, b_l, note, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr):
+    """From q.k to weights. Running maximum b_m [ROWS], sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
+    i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, mask, score = place
+    BN: gl.constexpr = C.value.block_n
+    S_L: gl.constexpr = b_s.type.layout
+    BY_THREAD: gl.constexpr = [ROWS, BN // 8, 4, 2]  # a thread holds axes 1 and 3 of a row
+    o_q = gl.expand_dims(m0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_L)), 1)
+    o_kv = gl.expand_dims(note // 2 + gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
+    b_s = final_scores(b_s, note % 2 != 0, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
+    c = unit(scale, SCORE)
+    b_high = gl.max(gl.max(gl.max(b_s.reshape(BY_THREAD), 1), 2), 1)
+    b_new = gl.maximum(b_m, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))
+    b_base = gl.where(b_new == float("-inf"), 0.0, b_new * c)  # a row with nothing yet: measure from 0, weights are 0
+    b_decay = gl.exp2(b_m * c - b_base)
+    b_p = gl.exp2(b_s * c - gl.expand_dims(b_base, 1))
+    b_sum = gl.sum(gl.sum(b_p.reshape(BY_THREAD), 1), 2)
+    by_row = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_sum.type.layout), assert_trivial=True), 1)
+    b_l = gl.convert_layout(b_l, b_sum.type.layout, assert_trivial=True) * by_row + b_sum
+    if DROPOUT:
+        b_p = gl.where(kept(p_seed, threshold, i_b, i_h, o_q, o_kv), b_p, 0.0)
+    return b_p, b_new, b_l, b_decay
+
+
+@gluon.jit
+def rescale(b_o, b_decay):
+    # Opaque to LLVM, which would move the product to the end of the step before, in front of Q K^T.
+    b_decay = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_decay], dtype=gl.float32, is_pure=False, pack=1)
+    return b_o * gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_o.type.layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def as_operand(b_p, dtype: gl.constexpr, C: gl.constexpr):
+    """P as the left operand of P V: 16 bits, in the registers where it is."""
+    DV: gl.constexpr = C.value.dv
+    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    return gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, O_L, 2), assert_trivial=True)

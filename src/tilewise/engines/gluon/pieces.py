@@ -1,0 +1,116 @@
+"""What both Hopper kernels are made of: named barriers, notes between warps, and what a mask or score makes of a block.
+
+Triton 3.9 knows only the short names of TMA operations, 3.6 only the long ones.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from tilewise.engines.triton.config import LOG2E as LOG2E_NUMBER
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+LOG2E = gl.constexpr(LOG2E_NUMBER)
+LN2 = gl.constexpr(1.0 / LOG2E_NUMBER)
+
+
+# -- named barriers --------------------------------------------------------------------------------------------------
+# A barrier is complete when all its threads have arrived or synced; who only arrives does not wait. Consumers hand stages back
+# this way: an mbarrier's arrive costs a whole bar.sync of the warpgroup. Triton itself uses the barriers 0 to 4.
+
+
+@gluon.constexpr_function
+def bar_text(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.b32 $0, 0;"  # inline assembly must have a result
+
+
+@gluon.jit
+def bar_sync(barrier, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(bar_text("sync", THREADS), "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bar_arrive(barrier, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(bar_text("arrive", THREADS), "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# -- notes -----------------------------------------------------------------------------------------------------------
+# The producer warp walks the tile map and tells the consumers what it sends them: one integer in shared memory, written before
+# the arrival on the barrier that the consumers wait for.
+
+NOTE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+WRITER = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+READER = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def new_notes(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], NOTE)
+
+
+@gluon.jit
+def write_note(notes, place, value):
+    notes.index(place).store(gl.full([1], 0, gl.int32, WRITER) + value)
+
+
+@gluon.jit
+def read_note(notes, place):
+    return uniform(gl.max(notes.index(place).load(READER), 0))
+
+
+@gluon.jit
+def uniform(number):
+    """The same number, known to be the same in the whole warp: loops and addresses made of it need no vector registers."""
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+NEXT = gl.constexpr(
+    "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.u32 $0, 0;"
+    " @first atom.global.inc.u32 $0, [$1], $2; redux.sync.or.b32 $0, $0, 0xffffffff; }"
+)
+
+
+@gluon.jit
+def next_item(p_counter, n_items):
+    """The next piece of work of all programs', for this warp: n_items or more when there is none. Every program asks exactly once in
+    vain, and the counter wraps round to 0 with the last of these, ready for the next launch."""
+    return gl.inline_asm_elementwise(NEXT, "=&r,l,r", [p_counter, n_items + gl.num_programs(0) - 1], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# -- scores ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def unit(scale, SCORE: gl.constexpr):
+    """What turns final scores into base 2. Without a score function the scale waits until here, where the multiplication costs nothing."""
+    if SCORE is None:
+        return scale * LOG2E
+    else:
+        return scale * 0 + LOG2E
+
+
+@gluon.jit
+def final_scores(
+    b_s, masked, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK: gl.constexpr, SCORE: gl.constexpr,
+):  # fmt: skip
+    """From q.k to the final score: the score function, then, where `masked`, -inf where the mask or the end of the keys forbids.
+
+    o_q and o_kv are a column and a row, or a row and a column; functions never see a place past the end."""
+    i_q, i_kv = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
+    if SCORE is not None:
+        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
+    if masked:
+        allowed = n_kv - 1 - o_kv  # negative: forbidden
+        if MASK is not None:
+            allowed = allowed | MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3])
+        b_s = gl.where(allowed >= 0, b_s, float("-inf"))
+    return b_s
+
+
+@gluon.jit
+def is_unsound(b_x):
+    """Whether any element of a block is NaN or infinite."""
+    return tl.max(tl.max(gl.where(tl.abs(b_x) < float("inf"), 0, 1), 1), 0)
