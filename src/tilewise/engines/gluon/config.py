@@ -1,9 +1,10 @@
 """How the Hopper kernels are cut, by head dim. Measured on an H200; docs/kernels/hopper.md tells the story."""
 
-from tilewise.engines.gluon.cuts import ForwardCut
+from tilewise.engines.gluon.cuts import BackwardCut, ForwardCut
 from tilewise.problem import Problem
 
 ROWS = 64  # query rows of a warpgroup
+KEYS = 128  # keys of a program of the backward
 
 
 def padded(size: int) -> int:
@@ -24,3 +25,12 @@ def forward_cut(p: Problem) -> ForwardCut:
 
 def forward_tile(cut: ForwardCut) -> tuple[int, int]:
     return ROWS * cut.warpgroups, cut.block_n
+
+
+def backward_cut(p: Problem) -> BackwardCut:
+    d = max(padded(p.head_dim), padded(p.v_dim))
+    return BackwardCut(d, stages=2, ahead=d == 128 or p.mask is None)
+
+
+def backward_tile(cut: BackwardCut) -> tuple[int, int]:
+    return cut.block_m, KEYS

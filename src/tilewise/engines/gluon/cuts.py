@@ -18,3 +18,15 @@ class ForwardCut:
     def registers(self) -> tuple[int, int]:
         """Of a consumer's and of the producer's threads."""
         return (240, 24) if self.warpgroups == 2 else (160, 32)
+
+
+@dataclass(frozen=True)
+class BackwardCut:
+    d: int  # head dim in shared memory, of keys and values alike: 64 or 128
+    stages: int  # query tiles in flight
+    ahead: bool  # the next tile's scores are issued before dQ is staged
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a step. A warpgroup computes 64 x 64 of dQ: half of its rows, or half of its columns."""
+        return 128 if self.d == 64 else 64

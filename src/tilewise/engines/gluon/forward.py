@@ -14,7 +14,6 @@ Why the schedule is as it is (docs/kernels/hopper.md has the measurements):
  - A wait for an mbarrier ends a basic block. One stands between softmax and the wait for P V, or ptxas hoists that wait over the exp2s.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -25,7 +24,7 @@ from tilewise.engines.gluon.pieces import (
     bar_arrive,
     bar_sync,
     final_scores,
-    is_unsound,
+    lost,
     new_notes,
     next_item,
     read_note,
@@ -33,6 +32,7 @@ from tilewise.engines.gluon.pieces import (
     tma_store,
     uniform,
     unit,
+    unsound_rows,
     write_note,
 )  # fmt: skip
 from tilewise.engines.triton.steps import kept
@@ -45,8 +45,8 @@ V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
 
 @gluon.jit
 def forward(
-    q_desc, k_desc, v_desc, o_desc, p_lse, p_highest, p_unsound, p_counter, p_sinks, p_seed,
-    tiles, s_tiles,  # (order, tiles in the row, partial offsets, start, count, full offsets, start, count), (batch, head) strides in rows
+    q_desc, k_desc, v_desc, o_desc, p_lse, p_highest, p_counter, p_sinks, p_seed,
+    tiles, s_tiles,  # (order, tiles, partial ones, partial offsets, start, count, full offsets, start, count), (batch, head) strides in rows
     n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, scale, keep_scale, threshold, mask, score,
     MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -76,26 +76,26 @@ def forward(
         mbarrier.init(k_full.index(s), count=1)
     for s in gl.static_range(VS):
         mbarrier.init(v_full.index(s), count=1)
-    tile_notes = new_notes(3 * NWG)  # of each warpgroup: head, query tile, steps
+    tile_notes = new_notes(4 * NWG)  # of each warpgroup: head, query tile, steps, masked steps
     step_notes = new_notes(KS)
     bars = (q_full, q_free, k_full, v_full)
     load = (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
             n_heads, ratio, n_kv, n_tiles, n_bh, n_group)  # fmt: skip
-    work = (o_desc, p_lse, p_highest, p_unsound, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
-            n_heads, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score)  # fmt: skip
+    work = (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
+            n_heads, n_q, n_kv, scale, keep_scale, threshold, mask, score)  # fmt: skip
     MANY: gl.constexpr = C.value.registers[0]
     FEW: gl.constexpr = C.value.registers[1]
     if NWG == 2:
         gl.warp_specialize([
-            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 0, C)),
-            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 1, C)),
+            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
             (producer, (load, MAPPED, C)),
         ], [4, 1], [MANY, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 0, C)),
-            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 1, C)),
-            (consumer, (work, MASK, SCORE, SINKS, DROPOUT, 2, C)),
+            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
+            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 2, C)),
             (producer, (load, MAPPED, C)),
         ], [4, 4, 1], [MANY, MANY, FEW])  # fmt: skip
 
@@ -134,28 +134,28 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
             i_tile = uniform(gl.load(tiles[0] + row + i_tile))
             row += i_tile
             steps = uniform(gl.load(tiles[1] + row))
+            masked = uniform(gl.load(tiles[2] + row))
             if steps == 0:
-                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, C)
+                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, 0, C)
             started = it
-            for run in range(uniform(gl.load(tiles[2] + row)), uniform(gl.load(tiles[2] + row + 1))):
-                start = uniform(gl.load(tiles[3] + run))
-                for i_kv in range(start, start + uniform(gl.load(tiles[4] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, 1, steps, C)
+            for run in range(uniform(gl.load(tiles[3] + row)), uniform(gl.load(tiles[3] + row + 1))):
+                start = uniform(gl.load(tiles[4] + run))
+                for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C)
                     it += 1
-            for run in range(uniform(gl.load(tiles[5] + row)), uniform(gl.load(tiles[5] + row + 1))):
-                start = uniform(gl.load(tiles[6] + run))
-                for i_kv in range(start, start + uniform(gl.load(tiles[7] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, 0, steps, C)
+            for run in range(uniform(gl.load(tiles[6] + row)), uniform(gl.load(tiles[6] + row + 1))):
+                start = uniform(gl.load(tiles[7] + run))
+                for i_kv in range(start, start + uniform(gl.load(tiles[8] + run))):
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C)
                     it += 1
         else:
             steps = gl.cdiv(n_kv, BN)
             for i in range(steps):
-                cut = ((i == 0) & (n_kv % BN != 0)).to(gl.int32)
-                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, cut, steps, C)
+                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, steps, (n_kv % BN != 0).to(gl.int32), C)
                 it += 1
         turn += 1
         item = next_item(p_counter, n_items)
-    send_queries(queries, turn, 0, 0, 0, 0, -1, C)
+    send_queries(queries, turn, 0, 0, 0, 0, -1, 0, C)
     for j in range(gl.maximum(it - KS, 0), it):  # meet the last arrivals: no barrier stays half full
         bar_sync(K_FREE + j % KS, ALL)
     for j in range(gl.maximum(it - VS, 0), it):
@@ -163,15 +163,17 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, C: gl.constexpr):
-    """A query tile for the consumers, with its number of steps: 0 if its rows attend nothing, -1 when all is done."""
+def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, C: gl.constexpr):
+    """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done) and how many of them,
+    the first ones, are masked."""
     q_desc, q_bufs, q_full, q_free, tile_notes = queries
     NWG: gl.constexpr = C.value.warpgroups
     for w in gl.static_range(NWG):
         mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-        write_note(tile_notes, 3 * w, i_bh)
-        write_note(tile_notes, 3 * w + 1, i_tile)
-        write_note(tile_notes, 3 * w + 2, steps)
+        write_note(tile_notes, 4 * w, i_bh)
+        write_note(tile_notes, 4 * w + 1, i_tile)
+        write_note(tile_notes, 4 * w + 2, steps)
+        write_note(tile_notes, 4 * w + 3, masked)
         if steps > 0:
             mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
             tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], q_full.index(w), q_bufs.index(w))
@@ -180,8 +182,8 @@ def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, C: gl.constexpr):
 
 
 @gluon.jit
-def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, masked, steps, C: gl.constexpr):
-    """A tile of K, with a note of what it is, and of V; the first one brings the queries along."""
+def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C: gl.constexpr):
+    """A tile of K, with a note of where it lies, and of V; the first one brings the queries along."""
     k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes = keys
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
@@ -189,11 +191,11 @@ def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv
     n0 = i_kv * C.value.block_n
     if it >= KS:
         bar_sync(K_FREE + it % KS, ALL)
-    write_note(step_notes, it % KS, 2 * n0 + masked)
+    write_note(step_notes, it % KS, n0)
     mbarrier.expect(k_full.index(it % KS), k_desc.block_type.nbytes)
     tma_load(k_desc, [i_b, i_hk, n0, 0], k_full.index(it % KS), k_bufs.index(it % KS))
     if first:
-        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, C)
+        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, C)
     if it >= VS:
         bar_sync(V_FREE + it % VS, ALL)
     mbarrier.expect(v_full.index(it % VS), v_desc.block_type.nbytes)
@@ -204,9 +206,11 @@ def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv
 
 
 @gluon.jit
-def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    (o_desc, p_lse, p_highest, p_unsound, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
-     n_heads, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
+def consumer(
+    args, MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
+     n_heads, n_q, n_kv, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
     q_full, q_free, k_full, v_full = bars
     NWG: gl.constexpr = C.value.warpgroups
     BN: gl.constexpr = C.value.block_n
@@ -226,20 +230,27 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SINKS: gl.constexpr,
     it = 0  # key tiles seen, over all query tiles
     turn = 0
     mbarrier.wait(q_full.index(WG), 0)
-    steps = read_note(tile_notes, 3 * WG + 2)
+    steps = read_note(tile_notes, 4 * WG + 2)
     while steps >= 0:
-        i_bh = read_note(tile_notes, 3 * WG)
-        i_tile = read_note(tile_notes, 3 * WG + 1)
+        i_bh = read_note(tile_notes, 4 * WG)
+        i_tile = read_note(tile_notes, 4 * WG + 1)
+        masked = read_note(tile_notes, 4 * WG + 3)
         m0 = (i_tile * NWG + WG) * ROWS
         place = (i_bh // n_heads, i_bh % n_heads, m0, n_q, n_kv, scale, threshold, p_seed, mask, score)
         b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
         b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
         if steps > 0:
-            b_p, b_m, b_l, b_decay = first_step(q, b_m, b_l, buffers, it, steps > 1, place, MASK, SCORE, DROPOUT, WG, C)
+            b_p, b_m, b_l, b_decay = first_step(q, b_m, b_l, buffers, it, masked > 0, steps > 1, place, MASK, SCORE, DROPOUT, WG, C)
             it += 1
-            for i in range(1, steps):
-                b_p, b_o, b_m, b_l, b_decay = attend(q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i + 1 < steps, place, MASK, SCORE, DROPOUT, WG, C)
+            if MAPPED:
+                for i in range(1, masked):
+                    b_p, b_o, b_m, b_l, b_decay = attend(
+                        q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i + 1 < steps, place, MASK, SCORE, DROPOUT, True, WG, C)  # fmt: skip
+                    it += 1
+            for i in range(gl.maximum(masked, 1), steps):
+                b_p, b_o, b_m, b_l, b_decay = attend(
+                    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i + 1 < steps, place, MASK, SCORE, DROPOUT, False, WG, C)  # fmt: skip
                 it += 1
             if C.value.own_o_buffer:
                 mbarrier.arrive(q_free.index(WG), count=1)
@@ -259,8 +270,7 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SINKS: gl.constexpr,
         o_q = m0 + gl.arange(0, ROWS, ROW)
         o_row = i_bh.to(gl.int64) * n_q + o_q
         gl.store(p_highest + o_row, b_top * LN2, mask=o_q < n_q)
-        lost = tl.max(gl.where((b_sum == float("inf")) | ((b_sum == 0.0) & (b_m != float("-inf"))), 1, 0), 0)
-        gl.store(p_unsound + (i_bh * n_tiles + i_tile) * NWG + WG, lost | is_unsound(b_o))
+        unsound = gl.convert_layout(unsound_rows(b_o), ROW, assert_trivial=True) | lost(b_m, b_sum)
         if SINKS:  # one more key, of value 0
             sink = gl.load(p_sinks + i_bh % n_heads).to(gl.float32) * LOG2E
             b_base = gl.maximum(b_top, sink)
@@ -270,7 +280,8 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SINKS: gl.constexpr,
             b_top = b_base
         nothing = b_sum == 0.0
         b_sum = gl.where(nothing, 1.0, b_sum)
-        gl.store(p_lse + o_row, gl.where(nothing, float("-inf"), (b_top + gl.log2(b_sum)) * LN2), mask=o_q < n_q)
+        b_lse = gl.where(nothing, float("-inf"), (b_top + gl.log2(b_sum)) * LN2)
+        gl.store(p_lse + o_row, gl.where(unsound > 0, float("nan"), b_lse), mask=o_q < n_q)  # NaN: see mend_forward
         b_o = b_o * gl.expand_dims(gl.convert_layout(keep_scale / b_sum, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
         if C.value.own_o_buffer:
             tma.store_wait(0)  # the tile before has left
@@ -282,21 +293,23 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SINKS: gl.constexpr,
             mbarrier.arrive(q_free.index(WG), count=1)
         turn += 1
         mbarrier.wait(q_full.index(WG), turn & 1)
-        steps = read_note(tile_notes, 3 * WG + 2)
+        steps = read_note(tile_notes, 4 * WG + 2)
     tma.store_wait(0)
     if C.value.ping_pong and WG == 0:
         bar_sync(TURN, 256)  # meet the last arrival
 
 
 @gluon.jit
-def first_step(q, b_m, b_l, buffers, it, more, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def first_step(
+    q, b_m, b_l, buffers, it, masked, more, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     """Scores of the first key tile; no P V is under way."""
     k_bufs, _, k_full, v_full, step_notes = buffers
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     mbarrier.wait(k_full.index(it % KS), (it // KS) & 1)
-    note = read_note(step_notes, it % KS)
+    n0 = read_note(step_notes, it % KS)
     if C.value.ping_pong:
         bar_sync(TURN + WG, 256)
     s_token = issue_scores(q, k_bufs.index(it % KS), C)
@@ -304,7 +317,7 @@ def first_step(q, b_m, b_l, buffers, it, more, place, MASK: gl.constexpr, SCORE:
         bar_arrive(TURN + (WG + 1) % NWG, 256)
     b_s = warpgroup_mma_wait(0, deps=[s_token])
     bar_arrive(K_FREE + it % KS, 32 + 128 * NWG)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, note, place, MASK, SCORE, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, place, MASK, SCORE, DROPOUT, C)
     mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
@@ -314,7 +327,7 @@ def first_step(q, b_m, b_l, buffers, it, more, place, MASK: gl.constexpr, SCORE:
 @gluon.jit
 def attend(
     q, b_p, b_o, b_m, b_l, b_decay, buffers, it, more, place,
-    MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it."""
     k_bufs, v_bufs, k_full, v_full, step_notes = buffers
@@ -324,7 +337,7 @@ def attend(
     BN: gl.constexpr = C.value.block_n
     DV: gl.constexpr = C.value.dv
     ALL: gl.constexpr = 32 + 128 * NWG
-    note = read_note(step_notes, it % KS)
+    n0 = read_note(step_notes, it % KS)
     if C.value.ping_pong:
         bar_sync(TURN + WG, 256)
     s_token = issue_scores(q, k_bufs.index(it % KS), C)
@@ -338,7 +351,7 @@ def attend(
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     bar_arrive(K_FREE + it % KS, ALL)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, note, place, MASK, SCORE, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, MASKED, place, MASK, SCORE, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
     else:
@@ -357,15 +370,15 @@ def issue_scores(q, k_buf, C: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(b_s, b_m, b_l, note, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr):
+def softmax_step(b_s, b_m, b_l, n0, masked, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr):
     """From q.k to weights. Running maximum b_m [ROWS], sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
     i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, mask, score = place
     BN: gl.constexpr = C.value.block_n
     S_L: gl.constexpr = b_s.type.layout
     BY_THREAD: gl.constexpr = [ROWS, BN // 8, 4, 2]  # a thread holds axes 1 and 3 of a row
     o_q = gl.expand_dims(m0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_L)), 1)
-    o_kv = gl.expand_dims(note // 2 + gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
-    b_s = final_scores(b_s, note % 2 != 0, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
+    o_kv = gl.expand_dims(n0 + gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
+    b_s = final_scores(b_s, masked, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
     c = unit(scale, SCORE)
     b_high = gl.max(gl.max(gl.max(b_s.reshape(BY_THREAD), 1), 2), 1)
     b_new = gl.maximum(b_m, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))

@@ -8,19 +8,17 @@ from tilewise.engines.triton.careful import forward_rows
 
 @triton.jit
 def mend_forward(
-    p_q, p_k, p_v, p_out, p_lse, p_highest, p_unsound, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, s_tiles,
+    p_q, p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, s_tiles,
     n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, PARTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
-    """One program per query tile, whose PARTS were judged apart."""
-    pid = tl.program_id(0)
-    unsound = 0
-    for part in tl.static_range(PARTS):
-        unsound |= tl.load(p_unsound + pid * PARTS + part)
-    if unsound != 0:
-        i_bh, i_tile = pid // n_tiles, pid % n_tiles
-        i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    """One program per query tile: rows whose lse is NaN are unsound, and so is what lies in their tile."""
+    i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    o_q = i_tile * M + tl.arange(0, ROWS)
+    b_lse = tl.load(p_lse + i_bh.to(tl.int64) * n_q + o_q, mask=o_q < tl.minimum(n_q, i_tile * M + M), other=0.0)
+    if tl.max(tl.where(b_lse == b_lse, 0, 1), 0) > 0:
         forward_rows(
             p_q + i_b * s_q[0] + i_h * s_q[1], p_k + i_b * s_k[0] + (i_h // ratio) * s_k[1], p_v + i_b * s_v[0] + (i_h // ratio) * s_v[1],
             p_out + i_b * s_out[0] + i_h * s_out[1], p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles,

@@ -111,6 +111,12 @@ def final_scores(
 
 
 @gluon.jit
-def is_unsound(b_x):
-    """Whether any element of a block is NaN or infinite."""
-    return tl.max(tl.max(gl.where(tl.abs(b_x) < float("inf"), 0, 1), 1), 0)
+def unsound_rows(b_x):
+    """1 for rows with an element that is NaN or infinite, 0 for others."""
+    return tl.max(gl.where(tl.abs(b_x) < float("inf"), 0, 1), 1)
+
+
+@gluon.jit
+def lost(b_m, b_l):
+    """1 for rows whose sum overflowed or vanished though something was attended: scores so large that their own roundings exceed 100."""
+    return gl.where((b_l == float("inf")) | ((b_l == 0.0) & (b_m != float("-inf"))), 1, 0)

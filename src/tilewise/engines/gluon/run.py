@@ -1,19 +1,22 @@
 """How a problem becomes launches of the Hopper kernels."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.engines.base import Gradients, Output, like_query
-from tilewise.engines.gluon.config import ROWS, forward_cut, forward_tile
+from tilewise.engines.gluon import describable
+from tilewise.engines.gluon.config import ROWS, backward_cut, backward_tile, forward_cut, forward_tile
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.config import Config, padded
 from tilewise.engines.triton.driver import current_stream
-from tilewise.engines.triton.launch import Described, Launch, prepare
-from tilewise.engines.triton.mods import mask_of, mod_arguments, score_of
+from tilewise.engines.triton.launch import Described, Interpreted, Launch, Prepared, prepare
+from tilewise.engines.triton.mods import mask_of, mod_arguments, score_of, slope_of
 from tilewise.engines.triton.run import dropout_arguments, prepared, seed_of, shape_arguments, strides
-from tilewise.engines.triton.walks import KernelTiles, row_tiles
+from tilewise.engines.triton.walks import KernelTiles, column_tiles, row_tiles
 from tilewise.problem import Problem
 
 L2_SHARE = 32 * 2**20  # bytes of keys and values that programs read at a time
@@ -24,27 +27,74 @@ def forward(p: Problem) -> Output:
     out = like_query(p.query, p.v_dim)
     lse, highest = torch.empty((2, p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device).unbind()
     cut = forward_cut(p)
-    m, n = forward_tile(cut)
-    unsound = torch.empty((p.batch * p.heads * -(-p.q_len // m) * cut.warpgroups,), dtype=torch.int32, device=p.device)
-    rows = {"p_lse": lse, "p_highest": highest, "p_unsound": unsound}
+    _, n = forward_tile(cut)
+    rows = {"p_lse": lse, "p_highest": highest}
     rest = {"p_sinks": p.sinks, "p_seed": seed_of(p)}
     own = {
         "q_desc": Described(p.query, (1, 1, ROWS, cut.d)), "k_desc": Described(p.key, (1, 1, n, cut.d)),
         "v_desc": Described(p.value, (1, 1, n, cut.dv)), "o_desc": Described(out, (1, 1, ROWS, cut.dv)),
         **rows, "p_counter": counter(p.device), **rest,
     }  # fmt: skip
-    _ready(p, "hopper forward", lambda: forward_launch(p, own)).start(own)
+    _ready(p, ("hopper forward",), lambda: forward_launch(p, own)).start(own)
     mended = {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": out, **rows, **rest}
-    _ready(p, "mend forward", lambda: mend_forward_launch(p, mended)).start(mended)
+    _ready(p, ("mend forward",), lambda: mend_forward_launch(p, mended)).start(mended)
     return Output(out, lse, highest)
 
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-    return triton_run.backward(p, output, grad_out, grad_lse, wanted)
+    if not takes_backward(p, wanted):
+        return triton_run.backward(p, output, grad_out, grad_lse, wanted)
+    if not describable(grad_out):
+        grad_out = grad_out.contiguous()
+    cut = backward_cut(p)
+    m, n = backward_tile(cut)
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
+    delta = torch.empty_like(output.lse)
+    heads, rows = p.batch * p.heads, padded_rows(p)
+    lse_padded, delta_padded = delta.new_empty((2, heads * rows)).unbind()
+    sums = delta.new_empty((heads * rows * cut.d // 32, 32))
+    unsound = torch.empty((p.batch * p.kv_heads * -(-p.kv_len // n), 2), dtype=torch.int32, device=p.device)
+    dlse = None if grad_lse is None else grad_lse.float().contiguous()
+    # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
+    places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, output.out, output.lse, grad_out)])
+    before = {
+        "p_out": output.out, "p_do": grad_out, "p_lse": output.lse, "p_dlse": dlse,
+        "p_lse_padded": lse_padded, "p_delta_padded": delta_padded, "p_delta": delta, "p_sum": sums,
+    }  # fmt: skip
+    _ready(p, ("prepare backward", places, dlse is None), lambda: prepare_backward_launch(p, before)).start(before)
+    block = (1, 1, m, cut.d)
+    keys, half = (1, 1, n, cut.d), (1, 1, n // 2, cut.d)
+    own = {
+        "q_desc": Described(p.query, block), "k_desc": Described(p.key, keys), "v_desc": Described(p.value, keys), "do_desc": Described(grad_out, block),
+        "dk_desc": Described(dk, half), "dv_desc": Described(dv, half), "dq_desc": Described(sums, (128, 32)),
+        "lse_desc": Described(lse_padded, (m,)), "delta_desc": Described(delta_padded, (m,)), "p_unsound": unsound, "p_seed": seed_of(p),
+    }  # fmt: skip
+    _ready(p, ("hopper backward", places), lambda: backward_launch(p, own)).start(own)
+    after = {
+        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": delta,
+        "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_sum": sums, "p_unsound": unsound, "p_seed": seed_of(p),
+    }  # fmt: skip
+    _ready(p, ("finish backward", places), lambda: finish_backward_launch(p, after)).start(after)
+    return Gradients(dq, dk, dv, triton_run.sinks_gradient(p, output, delta))
 
 
-def _ready(p: Problem, name: str, launch: Any) -> Any:
-    return prepared(p, (name,), True, lambda: prepare(launch(), p.device))
+def takes_backward(p: Problem, wanted: frozenset[int]) -> bool:
+    """Other backwards are the Triton engine's: those of large head dims, those that must be the same every time (dQ is added up in any
+    order here), and gradients of captured tensors."""
+    if p.deterministic or wanted or max(p.head_dim, p.v_dim) > 128:
+        return False
+    if p.tiles is None or not p.tiles.given:
+        return True
+    return all([given % own == 0 for given, own in zip(p.tiles.tile, backward_tile(backward_cut(p)), strict=True)])
+
+
+def padded_rows(p: Problem) -> int:
+    """Rows of a head in tensors of our own, so that no tile of queries reaches into the next head."""
+    return -(-p.q_len // 128) * 128
+
+
+def _ready(p: Problem, name: tuple[Any, ...], launch: Callable[[], Launch]) -> Prepared | Interpreted:
+    return prepared(p, name, True, lambda: prepare(launch(), p.device))
 
 
 def counter(device: torch.device) -> Tensor:
@@ -76,8 +126,8 @@ def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         min(items, processors(p.device)),
         own,
         {
-            "tiles": tiles.with_work, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.heads,
-            "n_group": heads_at_a_time(p, tiles.mapped), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
+            "tiles": tiles.with_counts, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.heads,
+            "n_group": heads_at_a_time(p, tiles.mapped) * (p.heads // p.kv_heads), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
@@ -101,7 +151,65 @@ def mend_forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
-            "PARTS": cut.warpgroups, "M": m, "N": n, "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim,
+            "ROWS": padded(m), "M": m, "N": n, "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim,
+        },
+        4, 1,
+    )  # fmt: skip
+
+
+def prepare_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
+    rows = 32
+    return Launch(
+        "prepare_backward",
+        p.batch * p.heads * padded_rows(p) // rows,
+        own,
+        {"s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len, "n_padded": padded_rows(p)},
+        {"HAS_DLSE": own["p_dlse"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim, "D_SUM": backward_cut(p).d},
+        4, 1,
+    )  # fmt: skip
+
+
+def backward_tiles(p: Problem) -> KernelTiles:
+    m, n = backward_tile(backward_cut(p))
+    return column_tiles(p, Config(m, n, 4, 1))
+
+
+def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
+    tiles = backward_tiles(p)
+    return Launch(
+        "hopper_backward",
+        p.batch * p.kv_heads * tiles.count,
+        own,
+        {
+            "tiles": tiles.with_counts, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.kv_heads,
+            "n_group": heads_at_a_time(p, tiles.mapped), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
+        },
+        {
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0, "C": backward_cut(p),
+        },
+        4, 1,
+    )  # fmt: skip
+
+
+def finish_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
+    rows, columns = forward_tiles(p), backward_tiles(p)
+    rows_tile, columns_tile = forward_tile(forward_cut(p)), backward_tile(backward_cut(p))
+    query_programs = p.batch * p.heads * rows.count
+    return Launch(
+        "finish_backward",
+        query_programs + p.batch * p.kv_heads * columns.count,
+        own,
+        {
+            **{f"s_{name}": strides(own[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
+            "rows": rows.tensors, "s_rows": rows.strides, "n_rows": rows.count,
+            "columns": columns.tensors, "s_columns": columns.strides, "n_columns": columns.count,
+            "n_query_programs": query_programs, **shape_arguments(p), "n_padded": padded_rows(p), "scale": float(p.scale),
+            **dropout_arguments(p), **mod_arguments(p),
+        },
+        {
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": rows.mapped, "DROPOUT": p.dropout_p > 0,
+            "ROWS_M": rows_tile[0], "ROWS_N": rows_tile[1], "COLUMNS_M": columns_tile[0], "COLUMNS_N": columns_tile[1],
+            "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim, "D_SUM": backward_cut(p).d,
         },
         4, 1,
     )  # fmt: skip
@@ -112,8 +220,9 @@ def processors(device: torch.device) -> int:
 
 
 def heads_at_a_time(p: Problem, mapped: bool) -> int:
-    """How many heads' tiles are mixed, longest first. Without a map all tiles are alike, and those of one head follow each other."""
+    """How many key heads' tiles are mixed, longest first. Without a map all tiles are alike, and those of one head follow each other."""
     if not mapped:
         return 1
     bytes_of_head = p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size()
-    return min(p.batch * p.heads, max(1, L2_SHARE // bytes_of_head) * (p.heads // p.kv_heads))
+    at_once = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
+    return at_once

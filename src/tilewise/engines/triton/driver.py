@@ -1,7 +1,7 @@
 """Loading and starting compiled kernels through the CUDA driver, by ctypes: no C compiler, no launcher to build.
 
-Arguments are packed into one buffer, laid out as the kernel's parameters are: in order, each at its natural alignment. First come
-tensor maps (how the copy engine finds tiles of a tensor), then pointers, then everything that calls of one kind share.
+Arguments are packed into one buffer, in the order of the kernel's parameters. First come tensor maps (how the copy engine finds tiles
+of a tensor), then pointers, then everything that calls of one kind share.
 """
 
 import ctypes
@@ -16,7 +16,6 @@ from torch import Tensor
 SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STATIC_SHARED = 48 * 1024  # what a kernel may use without asking
-BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 PACK = {"i32": "i", "i64": "q", "fp32": "f"}  # pointers are "P"
 TENSOR_MAP, MAP_BYTES, MAP_ALIGNMENT = "tensor map", 128, 64
 MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -120,12 +119,11 @@ class Kernel:
         self._shared = shared
         self._boxes = boxes
         self._types = [*types, *["*extra"] * extra_pointers]
-        self._places, size = places_of(self._types)
+        self._places, self._size = places_of(self._types)
         self._maps_at = [place for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]
-        self._size = ctypes.c_size_t(size)
-        self._buffer = ctypes.create_string_buffer(size + MAP_ALIGNMENT)
+        self._buffer = ctypes.create_string_buffer(self._size + MAP_ALIGNMENT)
         self._address = aligned_address(self._buffer)
-        self._extra = (ctypes.c_void_p * 5)(BUFFER_POINTER, self._address, BUFFER_SIZE, ctypes.addressof(self._size), END)
+        self._parameters = (ctypes.c_void_p * len(self._places))(*[self._address + place for place in self._places])
         self._lock = threading.Lock()  # the driver copies the buffer while it starts a kernel, not later
 
     def image(self, described: list[Tensor], addresses: list[int], rest: list[Any]) -> "Image":
@@ -136,7 +134,7 @@ class Kernel:
         pointers = len(values)
         values += [*addresses, *rest]
         values += [0] * (len(self._types) - len(values))
-        raw = bytearray(self._size.value)
+        raw = bytearray(self._size)
         for place, kind, value in zip(self._places, self._types, values, strict=True):
             if kind == TENSOR_MAP:
                 raw[place : place + MAP_BYTES] = value
@@ -153,7 +151,7 @@ class Kernel:
                 ctypes.memmove(self._address + image.pointers_at, own, len(own))
             for place, t in zip(self._maps_at, described, strict=True):
                 library().cuTensorMapReplaceAddress(self._address + place, t.data_ptr())
-            code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, None, self._extra)
+            code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None)
         if code != 0:
             check(code, "starting a kernel")
 

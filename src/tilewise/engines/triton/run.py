@@ -90,12 +90,15 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         delta = delta.zero_() if grad_lse is None else -grad_lse
         for t in (dq, dk, dv):
             t.zero_()
-    sinks = None
-    if p.sinks is not None:
-        weight = torch.where(output.lse == -torch.inf, 0.0, torch.exp(p.sinks.float().view(1, -1, 1) - output.lse))
-        sinks = -(weight * delta).sum((0, 2)).to(p.sinks.dtype)
     captured = {k: shares[k].to(p.score.captures[k].dtype) for k in wanted} if p.score is not None else {}
-    return Gradients(dq, dk, dv, sinks, captured)
+    return Gradients(dq, dk, dv, sinks_gradient(p, output, delta), captured)
+
+
+def sinks_gradient(p: Problem, output: Output, delta: Tensor) -> Tensor | None:
+    if p.sinks is None:
+        return None
+    weight = torch.where(output.lse == -torch.inf, 0.0, torch.exp(p.sinks.float().view(1, -1, 1) - output.lse))
+    return -(weight * delta).sum((0, 2)).to(p.sinks.dtype)
 
 
 # -- kernels made ready ----------------------------------------------------------------------------------------------

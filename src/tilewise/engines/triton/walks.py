@@ -20,11 +20,11 @@ class KernelTiles:
     mapped: bool
     tensors: tuple[Any, ...] = (None,) * 7  # order; offsets, start, count of the partial runs; the same of the full ones
     strides: tuple[int, int] = (0, 0)  # from one batch, and from one head, to the next, in rows
-    work: Any = None  # how many tiles each row has
+    counts: tuple[Any, Any] = (None, None)  # how many tiles each row has, and how many of them are partial
 
     @property
-    def with_work(self) -> tuple[Any, ...]:
-        return (self.tensors[0], self.work, *self.tensors[1:])
+    def with_counts(self) -> tuple[Any, ...]:
+        return (self.tensors[0], *self.counts, *self.tensors[1:])
 
 
 def row_tiles(p: Problem, config: Config) -> KernelTiles:
@@ -64,17 +64,16 @@ def _stand_in(p: Problem) -> KernelTiles:
     if p.mask is None and p.tiles is None:
         return KernelTiles(1, False)
     stand_in = torch.empty(1, dtype=torch.int32, device="meta")
-    return KernelTiles(1, True, (stand_in,) * 7, work=stand_in)
+    return KernelTiles(1, True, (stand_in,) * 7, counts=(stand_in, stand_in))
 
 
 def _kernel_tiles(partial: Runs, full: Runs, count: int, g: Geometry) -> KernelTiles:
-    work = torch.zeros(partial.rows, dtype=torch.int64, device=partial.device)
-    for runs in (partial, full):
-        work.index_add_(0, runs.row_of_run(), runs.count.long())
+    masked = torch.zeros(partial.rows, dtype=torch.int64, device=partial.device).index_add_(0, partial.row_of_run(), partial.count.long())
+    work = masked.index_add(0, full.row_of_run(), full.count.long())
     order = torch.argsort(work.view(-1, count), dim=1, descending=True, stable=True).int().flatten()
     strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
     tensors = (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count)
-    return KernelTiles(count, True, tensors, strides_in_rows, work.int())
+    return KernelTiles(count, True, tensors, strides_in_rows, (work.int(), masked.int()))
 
 
 def with_tail_partial(partial: Runs, full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:

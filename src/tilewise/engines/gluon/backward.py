@@ -1,0 +1,359 @@
+"""Attention backward for Hopper (sm_90) in Gluon, head dims up to 128.
+
+P = exp(s - lse), dP = dropout(dO V^T), delta = dO . O - dlse, dS = P (dP - delta) score'
+dV = dropout(P)^T dO, dK = scale dS^T Q, dQ = scale dS K
+
+One program owns 128 keys of one key head and walks over the query tiles of the map, of all heads that share the keys. Its roles:
+  two consumer warpgroups   64 keys each: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, all sums in registers;
+                            dS goes through shared memory, and each of them computes half of dQ = dS K over all 128 keys
+  one store warp            adds the staged fp32 parts of dQ to memory (TMA reduction), so that no consumer waits for it
+  one load warp             walks the map; TMA loads of K, V once, of Q, dO, lse, delta per query tile, two stages deep
+Two small kernels stand around it (around.py): delta and a cleared sum for dQ before, dQ in 16 bits after.
+dQ is summed in the order in which programs finish: repeated runs differ in the last bits.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.engines.gluon.pieces import (
+    bar_arrive,
+    bar_sync,
+    final_scores,
+    new_notes,
+    read_note,
+    tma_load,
+    tma_store,
+    uniform,
+    unit,
+    unsound_rows,
+    write_note,
+)
+from tilewise.engines.triton.steps import kept
+
+KEYS = gl.constexpr(64)  # keys of a warpgroup
+STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: 256 consumer threads arrive, the load warp syncs
+DQ_STAGED = gl.constexpr(10)  # + warpgroup: 128 threads arrive, the store warp syncs
+DQ_SENT = gl.constexpr(12)  # + warpgroup: the store warp arrives, 128 threads sync
+LOOP_DONE = gl.constexpr(14)  # the 256 consumer threads sync
+RING = gl.constexpr(8)  # notes of the latest steps: the store warp reads them up to three steps late
+
+
+@builtin
+def tma_reduce_add(desc, coord, src, _semantic=None):
+    """Not exposed in Triton 3.6; tma.async_atomic_add in newer versions."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def backward(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, lse_desc, delta_desc, p_unsound, p_seed,
+    tiles, s_tiles,  # the map by key tiles, as in the forward
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, scale, keep_scale, threshold, mask, score,
+    MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """n_bh: batches times key heads; n_padded: rows of lse, delta and dQ's sums that a head has."""
+    M: gl.constexpr = C.value.block_m
+    D: gl.constexpr = C.value.d
+    STAGES: gl.constexpr = C.value.stages
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], do_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, D], v_desc.layout)
+    ds_bufs = gl.allocate_shared_memory(dtype, [2, 2 * KEYS, M], gl.NVMMASharedLayout.get_default_for([2 * KEYS, M], dtype))
+    dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for j in gl.static_range(2):
+        mbarrier.init(kv_full.index(j), count=1)
+        mbarrier.init(ds_full.index(j), count=2)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(j), count=1)
+        mbarrier.init(do_full.index(j), count=1)
+    tile_notes = new_notes(3)  # key head, key tile, steps
+    step_notes = new_notes(2 * RING)  # head; first query, and whether the step is masked
+    bufs = (q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs)
+    bars = (kv_full, q_full, do_full, ds_full)
+    notes = (tile_notes, step_notes)
+    load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
+            n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
+    work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
+            n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score)  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 0, C)),
+        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 1, C)),
+        (store_dq, (dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C)),
+        (loader, (load, MAPPED, C)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
+    (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
+     n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded) = args  # fmt: skip
+    M: gl.constexpr = C.value.block_m
+    STAGES: gl.constexpr = C.value.stages
+    tile_notes, _ = notes
+    kv_full, _, _, _ = bars
+    k_buf = bufs[1]
+    # Key heads that share the L2 cache at a time; within them the key tiles with most work first.
+    pid = gl.program_id(0)
+    first = pid // (n_tiles * n_group) * n_group
+    rest = pid - first * n_tiles
+    heads = gl.minimum(n_group, n_bh - first)
+    i_bh = first + rest % heads
+    i_kv = rest // heads
+    n_kv_heads = n_heads // ratio
+    i_b = i_bh // n_kv_heads
+    i_hk = i_bh % n_kv_heads
+    row = i_b * s_tiles[0] + i_hk * ratio * s_tiles[1]
+    q_tiles = gl.cdiv(n_q, M)
+    count = q_tiles * ratio
+    if MAPPED:
+        i_kv = uniform(gl.load(tiles[0] + row + i_kv))
+        row += i_kv
+        count = 0
+        for g in range(ratio):
+            count += uniform(gl.load(tiles[1] + row + g * s_tiles[1]))
+    write_note(tile_notes, 0, i_bh)
+    write_note(tile_notes, 1, i_kv)
+    write_note(tile_notes, 2, count)
+    if count > 0:
+        mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
+        tma_load(k_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(0), k_buf)
+    else:
+        mbarrier.arrive(kv_full.index(0), count=1)
+    queries = (q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded)
+    cut = (i_kv * 2 * KEYS + 2 * KEYS > n_kv).to(gl.int32)
+    it = 0
+    for g in range(ratio):
+        i_h = i_hk * ratio + g
+        if MAPPED:
+            at = row + g * s_tiles[1]
+            for run in range(uniform(gl.load(tiles[3] + at)), uniform(gl.load(tiles[3] + at + 1))):
+                start = uniform(gl.load(tiles[4] + run))
+                for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
+                    send_queries(queries, it, i_h, i_q, 1, C)
+                    it += 1
+            for run in range(uniform(gl.load(tiles[6] + at)), uniform(gl.load(tiles[6] + at + 1))):
+                start = uniform(gl.load(tiles[7] + run))
+                for i_q in range(start, start + uniform(gl.load(tiles[8] + run))):
+                    send_queries(queries, it, i_h, i_q, cut, C)
+                    it += 1
+        else:
+            for i in range(q_tiles):  # programs start at different tiles, so that they do not all add to the same rows of dQ
+                i_q = i_kv * 2 * KEYS // M + i
+                i_q = i_q % q_tiles
+                short = ((i_q + 1) * M > n_q).to(gl.int32)
+                send_queries(queries, it, i_h, i_q, cut | short, C)
+                it += 1
+    for i in range(gl.maximum(it - STAGES, 0), it):
+        bar_sync(STAGE_FREE + i % STAGES, 288)  # take the last arrivals: nothing may be left pending
+
+
+@gluon.jit
+def send_queries(queries, it, i_h, i_q, masked, C: gl.constexpr):
+    """A tile of Q with its lse, and of dO with its delta; the first one brings V along."""
+    q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded = queries
+    q_bufs, _, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
+    kv_full, q_full, do_full, _ = bars
+    M: gl.constexpr = C.value.block_m
+    STAGES: gl.constexpr = C.value.stages
+    s = it % STAGES
+    m0 = i_q * M
+    row = (i_b * n_heads + i_h) * n_padded + m0
+    if it >= STAGES:
+        bar_sync(STAGE_FREE + s, 288)
+    write_note(notes[1], it % RING * 2, i_h)
+    write_note(notes[1], it % RING * 2 + 1, 2 * m0 + masked)
+    mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes + M * 4)
+    tma_load(q_desc, [i_b, i_h, m0, 0], q_full.index(s), q_bufs.index(s))
+    tma_load(lse_desc, [row], q_full.index(s), lse_bufs.index(s))
+    if it == 0:
+        mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
+        tma_load(v_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(1), v_buf)
+    mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes + M * 4)
+    tma_load(do_desc, [i_b, i_h, m0, 0], do_full.index(s), do_bufs.index(s))
+    tma_load(delta_desc, [row], do_full.index(s), delta_bufs.index(s))
+
+
+# -- dQ --------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.constexpr):
+    """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats. Warpgroup w has the w-th 64 rows (D = 64) or columns (D = 128)."""
+    tile_notes, step_notes = notes
+    kv_full, _, _, _ = bars
+    mbarrier.wait(kv_full.index(0), 0)
+    i_b = one_warp_note(tile_notes, 0) // (n_heads // ratio)
+    count = one_warp_note(tile_notes, 2)
+    if count > 0:
+        for w in gl.static_range(2):
+            bar_arrive(DQ_SENT + w, 160)
+    for i in range(count):
+        bar_sync(DQ_STAGED, 160)
+        i_h = one_warp_note(step_notes, i % RING * 2)
+        m0 = one_warp_note(step_notes, i % RING * 2 + 1) // 2
+        row = (i_b * n_heads + i_h) * n_padded + m0
+        part = row // 64 * (C.value.d // 64)
+        tma_reduce_add(dq_desc, [part * 128, 0], dq_bufs.index(0))
+        bar_sync(DQ_STAGED + 1, 160)
+        tma_reduce_add(dq_desc, [(part + 1) * 128, 0], dq_bufs.index(1))
+        tma.store_wait(1)
+        if i + 1 < count:
+            bar_arrive(DQ_SENT, 160)
+        tma.store_wait(0)
+        if i + 1 < count:
+            bar_arrive(DQ_SENT + 1, 160)
+
+
+@gluon.jit
+def one_warp_note(notes, place):
+    """read_note for a partition of one warp."""
+    return uniform(gl.max(notes.index(place).load(gl.BlockedLayout([1], [32], [1], [0])), 0))
+
+
+@gluon.jit
+def fragment_order(b_x):
+    """A [64, 64] accumulator as [128, 32] in the order (warp, 8-column group, lane, register): a thread's four neighbours side by side,
+    so that it is staged by 16-byte stores without bank conflicts. around.finish undoes it."""
+    b_x = b_x.reshape([4, 2, 8, 8, 4, 2])  # row = (warp, half, lane / 4), column = (group, lane % 4, pair)
+    return b_x.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
+
+
+# -- computing -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
+     n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
+    q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
+    kv_full, q_full, do_full, ds_full = bars
+    tile_notes, step_notes = notes
+    M: gl.constexpr = C.value.block_m
+    D: gl.constexpr = C.value.d
+    STAGES: gl.constexpr = C.value.stages
+    dtype: gl.constexpr = q_bufs.dtype
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    D_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    Q_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(0, D_L, 2)  # an S^T accumulator is already a left operand: no data moves
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_L)
+    all_k = k_buf.reshape([2 * KEYS, D])
+    k = all_k.slice(WG * KEYS, KEYS, dim=0)
+    v = v_buf.reshape([2 * KEYS, D]).slice(WG * KEYS, KEYS, dim=0)
+    k_dq = all_k
+    if D > 64:
+        k_dq = all_k.slice(WG * 64, 64, dim=1)
+    dq_buf = dq_bufs.index(WG)
+    no_s = gl.zeros([KEYS, M], gl.float32, S_L)
+    no_dq = gl.zeros([64, 64], gl.float32, Q_L)
+    b_dk = gl.zeros([KEYS, D], gl.float32, D_L)
+    b_dv = gl.zeros([KEYS, D], gl.float32, D_L)
+    c = unit(scale, SCORE)
+
+    mbarrier.wait(kv_full.index(0), 0)
+    i_bh = read_note(tile_notes, 0)
+    i_kv = read_note(tile_notes, 1)
+    count = read_note(tile_notes, 2)
+    i_b = i_bh // (n_heads // ratio)
+    n0 = (i_kv * 2 + WG) * KEYS
+    o_kv = gl.expand_dims(n0 + gl.arange(0, KEYS, gl.SliceLayout(1, S_L)), 1)
+    if count > 0:
+        if C.value.ahead:
+            mbarrier.wait(q_full.index(0), 0)
+            s_token = warpgroup_mma(k, q_bufs.index(0).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
+        mbarrier.wait(kv_full.index(1), 0)
+        for i in range(count):
+            stage = i % STAGES
+            phase = (i // STAGES) & 1
+            q = q_bufs.index(stage).reshape([M, D])
+            do = do_bufs.index(stage).reshape([M, D])
+            ds_buf = ds_bufs.index(i % 2)
+
+            # S^T and P. dP is under way meanwhile.
+            if C.value.ahead:
+                # Waited for in full, before dP: ptxas cannot follow a partial wait over the loop's back edge (all products serialized).
+                b_raw = warpgroup_mma_wait(0, deps=[s_token])
+                mbarrier.wait(do_full.index(stage), phase)
+                dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
+            else:
+                mbarrier.wait(q_full.index(stage), phase)
+                s_token = warpgroup_mma(k, q.permute((1, 0)), no_s, use_acc=False, is_async=True)
+                mbarrier.wait(do_full.index(stage), phase)
+                dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
+                b_raw = warpgroup_mma_wait(1, deps=[s_token])
+            i_h = read_note(step_notes, i % RING * 2)
+            note = read_note(step_notes, i % RING * 2 + 1)
+            o_q = gl.expand_dims(note // 2 + gl.arange(0, M, COLUMN), 0)
+            b_lse = lse_bufs.index(stage).load(COLUMN)
+            b_s = final_scores(b_raw, note % 2 != 0, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
+            b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 0))
+            b_pd = b_p
+            if DROPOUT:
+                keep = kept(p_seed, threshold, i_b, i_h, o_q, o_kv)
+                b_pd = gl.where(keep, b_p * keep_scale, 0.0)
+            # Issued before the wait for dP: it is what keeps that wait below the exp2s, and dS then overlaps dV.
+            dv_token = warpgroup_mma(gl.convert_layout(b_pd.to(dtype), A_L, assert_trivial=True), do, b_dv, is_async=True)
+
+            # dS^T, to registers for dK and to shared memory for dQ
+            b_dp = warpgroup_mma_wait(1, deps=[dp_token])
+            if DROPOUT:
+                b_dp = gl.where(keep, b_dp * keep_scale, 0.0)
+            b_delta = delta_bufs.index(stage).load(COLUMN)
+            b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 0))
+            if SLOPE is not None:
+                i_q, i_k = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
+                b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, i_q, i_k, score[0], score[1], score[2], score[3])
+                b_ds = gl.where(b_s != float("-inf"), b_ds, 0.0)  # where the mask forbids, a score may well have no derivative
+            b_ds16 = b_ds.to(dtype)
+            ds_buf.slice(WG * KEYS, KEYS, dim=0).store(b_ds16)
+            fence_async_shared()
+            dk_token = warpgroup_mma(gl.convert_layout(b_ds16, A_L, assert_trivial=True), q, b_dk, is_async=True)
+            mbarrier.arrive(ds_full.index(i % 2), count=1)
+            mbarrier.wait(ds_full.index(i % 2), (i // 2) & 1)  # both halves are there
+            ds_dq = ds_buf
+            if D == 64:
+                ds_dq = ds_buf.slice(WG * 64, 64, dim=1)
+            dq_token = warpgroup_mma(ds_dq.permute((1, 0)), k_dq, no_dq, use_acc=False, is_async=True)
+            b_dv, b_dk = warpgroup_mma_wait(1, deps=[dv_token, dk_token])
+            bar_arrive(STAGE_FREE + stage, 288)
+
+            # S^T of the next tile, under the staging of dQ
+            if C.value.ahead:
+                after = (i + 1) % STAGES
+                mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
+                s_token = warpgroup_mma(k, q_bufs.index(after).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
+                b_dq = warpgroup_mma_wait(1, deps=[dq_token])
+            else:
+                b_dq = warpgroup_mma_wait(0, deps=[dq_token])
+            bar_sync(DQ_SENT + WG, 160)
+            dq_buf.store(fragment_order(b_dq))
+            fence_async_shared()
+            bar_arrive(DQ_STAGED + WG, 160)
+        if C.value.ahead:
+            warpgroup_mma_wait(0, deps=[s_token])  # the product ahead of the last tile is not used
+    bar_sync(LOOP_DONE, 256)  # the other warpgroup may still read our keys for its last dQ
+    unsound = gl.max(unsound_rows(b_dk) | unsound_rows(b_dv), 0)
+    gl.store(p_unsound + (i_bh * n_tiles + i_kv) * 2 + WG, unsound)
+    k.store((b_dk * scale).to(dtype))
+    v.store(b_dv.to(dtype))
+    fence_async_shared()
+    i_hk = i_bh % (n_heads // ratio)
+    tma_store(dk_desc, [i_b, i_hk, n0, 0], k_buf.slice(WG * KEYS, KEYS, dim=2))
+    tma_store(dv_desc, [i_b, i_hk, n0, 0], v_buf.slice(WG * KEYS, KEYS, dim=2))
+    tma.store_wait(0)
