@@ -309,18 +309,18 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
                 b_pd = gl.where(keep, b_p * keep_scale, 0.0)
             # Issued before the wait for dP: it is what keeps that wait below the exp2s, and dS then overlaps dV.
             dv_token = warpgroup_mma(gl.convert_layout(b_pd.to(dtype), A_L, assert_trivial=True), do, b_dv, is_async=True)
+            b_slope = b_p
+            if SLOPE is not None:  # early, so that the raw scores' registers are free again
+                i_q, i_k = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
+                b_slope = b_p * SLOPE(b_raw * scale, i_b, i_h, i_q, i_k, score[0], score[1], score[2], score[3])
+                b_slope = gl.where(b_s != float("-inf"), b_slope, 0.0)  # where the mask forbids, a score may well have no derivative
 
             # dS^T, to registers for dK and to shared memory for dQ
             b_dp = warpgroup_mma_wait(1, deps=[dp_token])
             if DROPOUT:
                 b_dp = gl.where(keep, b_dp * keep_scale, 0.0)
             b_delta = delta_bufs.index(stage).load(COLUMN)
-            b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 0))
-            if SLOPE is not None:
-                i_q, i_k = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
-                b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, i_q, i_k, score[0], score[1], score[2], score[3])
-                b_ds = gl.where(b_s != float("-inf"), b_ds, 0.0)  # where the mask forbids, a score may well have no derivative
-            b_ds16 = b_ds.to(dtype)
+            b_ds16 = (b_slope * (b_dp - gl.expand_dims(b_delta, 0))).to(dtype)
             ds_buf.slice(WG * KEYS, KEYS, dim=0).store(b_ds16)
             fence_async_shared()
             dk_token = warpgroup_mma(gl.convert_layout(b_ds16, A_L, assert_trivial=True), q, b_dk, is_async=True)
