@@ -84,14 +84,32 @@ def _for_gpus(problems: list[Problem], singles: list[Problem], architectures: li
         raise BackendError(f"Could not compile flex_attention kernels: {MISSING}")
     from tilewise.engines.triton import ahead
 
-    launches = []
-    for problem in problems:
-        launches += ahead.forward_launches(problem)
-        if backward:
-            launches += ahead.backward_launches(problem, _learned(problem))
-    for problem in singles:
-        launches += ahead.forward_launches(problem)
-    return [partial(_build_launch, launch, arch) for launch in launches for arch in architectures]
+    found: list[Build] = []
+    for arch in architectures:
+        launches = []
+        for problem in problems:
+            launches += _launches(problem, arch, backward)
+        for problem in singles:
+            launches += ahead.forward_launches(problem)
+        found += [partial(_build_launch, launch, arch) for launch in launches]
+    return found
+
+
+def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], Any]]:
+    """What a call starts on this architecture."""
+    from tilewise.engines import gluon
+    from tilewise.engines.triton import ahead
+
+    learned = _learned(problem)
+    if arch != gluon.ARCHITECTURE or gluon.MISSING is not None or gluon.refuse_problem(problem) is not None:
+        return ahead.forward_launches(problem) + (ahead.backward_launches(problem, learned) if backward else [])
+    from tilewise.engines.gluon import ahead as hopper
+    from tilewise.engines.gluon import run as hopper_run
+
+    launches = hopper.forward_launches(problem)
+    if backward:
+        launches += hopper.backward_launches(problem) if hopper_run.takes_backward(problem, learned) else ahead.backward_launches(problem, learned)
+    return launches
 
 
 def _build_launch(make: Callable[[], Any], arch: int) -> str:

@@ -17,6 +17,7 @@ from tilewise.engines.triton import interpreted, on_current_device
 from tilewise.problem import Problem
 
 HOPPER = (9, 0)
+ARCHITECTURE = 90
 OLDEST_TRITON = (3, 6)
 LARGEST_HEAD_DIM = 256
 
@@ -33,9 +34,7 @@ class GluonEngine(Engine):
         capability = torch.cuda.get_device_capability(problem.device)
         if capability != HOPPER:
             return f"its kernels are for compute capability {HOPPER[0]}.{HOPPER[1]}, the GPU has {capability[0]}.{capability[1]}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"Query, key, and value must be either bfloat16 or float16, got {problem.dtype}"
-        return _shape(problem) or _strides(problem) or _tiles(problem)
+        return refuse_problem(problem)
 
     def forward(self, problem: Problem) -> Output:
         if on_current_device(problem.device):
@@ -48,6 +47,13 @@ class GluonEngine(Engine):
             return _run().backward(problem, output, grad_out, grad_lse, wanted)
         with torch.cuda.device(problem.device):
             return _run().backward(problem, output, grad_out, grad_lse, wanted)
+
+
+def refuse_problem(p: Problem) -> str | None:
+    """Why the kernels cannot serve a problem, whatever the device."""
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"Query, key, and value must be either bfloat16 or float16, got {p.dtype}"
+    return _shape(p) or _strides(p) or _tiles(p)
 
 
 def _shape(p: Problem) -> str | None:

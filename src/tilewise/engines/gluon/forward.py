@@ -243,14 +243,9 @@ def consumer(
         if steps > 0:
             b_p, b_m, b_l, b_decay = first_step(q, b_m, b_l, buffers, it, masked > 0, steps > 1, place, MASK, SCORE, DROPOUT, WG, C)
             it += 1
-            if MAPPED:
-                for i in range(1, masked):
-                    b_p, b_o, b_m, b_l, b_decay = attend(
-                        q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i + 1 < steps, place, MASK, SCORE, DROPOUT, True, WG, C)  # fmt: skip
-                    it += 1
-            for i in range(gl.maximum(masked, 1), steps):
+            for i in range(1, steps):
                 b_p, b_o, b_m, b_l, b_decay = attend(
-                    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i + 1 < steps, place, MASK, SCORE, DROPOUT, False, WG, C)  # fmt: skip
+                    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i < masked, i + 1 < steps, place, MASK, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
                 it += 1
             if C.value.own_o_buffer:
                 mbarrier.arrive(q_free.index(WG), count=1)
@@ -326,10 +321,12 @@ def first_step(
 
 @gluon.jit
 def attend(
-    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, more, place,
-    MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, masked, more, place,
+    MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it."""
+    """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it.
+
+    Masked steps take a branch: code of their own would be larger, and ptxas then moves the mask's arithmetic where it delays others."""
     k_bufs, v_bufs, k_full, v_full, step_notes = buffers
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
@@ -337,7 +334,6 @@ def attend(
     BN: gl.constexpr = C.value.block_n
     DV: gl.constexpr = C.value.dv
     ALL: gl.constexpr = 32 + 128 * NWG
-    n0 = read_note(step_notes, it % KS)
     if C.value.ping_pong:
         bar_sync(TURN + WG, 256)
     s_token = issue_scores(q, k_bufs.index(it % KS), C)
@@ -347,11 +343,12 @@ def attend(
     o_token = warpgroup_mma(b_p, v_bufs.index((it - 1) % VS).reshape([BN, DV]), b_o, is_async=True)
     if C.value.ping_pong:
         bar_arrive(TURN + (WG + 1) % NWG, 256)
+    n0 = read_note(step_notes, it % KS)
     if VS > 2:  # waits in the shadow of the products
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     bar_arrive(K_FREE + it % KS, ALL)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, MASKED, place, MASK, SCORE, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, MAPPED and masked, place, MASK, SCORE, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
     else:

@@ -64,7 +64,7 @@ def read_note(notes, place):
 @gluon.jit
 def uniform(number):
     """The same number, known to be the same in the whole warp: loops and addresses made of it need no vector registers."""
-    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=True, pack=1)
 
 
 NEXT = gl.constexpr(

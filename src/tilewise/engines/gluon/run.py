@@ -26,19 +26,12 @@ _counters: dict[tuple[int, int], Tensor] = {}
 def forward(p: Problem) -> Output:
     out = like_query(p.query, p.v_dim)
     lse, highest = torch.empty((2, p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device).unbind()
-    cut = forward_cut(p)
-    _, n = forward_tile(cut)
-    rows = {"p_lse": lse, "p_highest": highest}
-    rest = {"p_sinks": p.sinks, "p_seed": seed_of(p)}
-    own = {
-        "q_desc": Described(p.query, (1, 1, ROWS, cut.d)), "k_desc": Described(p.key, (1, 1, n, cut.d)),
-        "v_desc": Described(p.value, (1, 1, n, cut.dv)), "o_desc": Described(out, (1, 1, ROWS, cut.dv)),
-        **rows, "p_counter": counter(p.device), **rest,
-    }  # fmt: skip
+    output = Output(out, lse, highest)
+    own = forward_own(p, output, counter(p.device))
     _ready(p, ("hopper forward",), lambda: forward_launch(p, own)).start(own)
-    mended = {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": out, **rows, **rest}
+    mended = mend_own(p, output)
     _ready(p, ("mend forward",), lambda: mend_forward_launch(p, mended)).start(mended)
-    return Output(out, lse, highest)
+    return output
 
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
@@ -46,36 +39,30 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         return triton_run.backward(p, output, grad_out, grad_lse, wanted)
     if not describable(grad_out):
         grad_out = grad_out.contiguous()
-    cut = backward_cut(p)
-    m, n = backward_tile(cut)
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
-    delta = torch.empty_like(output.lse)
-    heads, rows = p.batch * p.heads, padded_rows(p)
-    lse_padded, delta_padded = delta.new_empty((2, heads * rows)).unbind()
-    sums = delta.new_empty((heads * rows * cut.d // 32, 32))
-    unsound = torch.empty((p.batch * p.kv_heads * -(-p.kv_len // n), 2), dtype=torch.int32, device=p.device)
+    work = Workspace(p)
     dlse = None if grad_lse is None else grad_lse.float().contiguous()
     # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
     places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, output.out, output.lse, grad_out)])
-    before = {
-        "p_out": output.out, "p_do": grad_out, "p_lse": output.lse, "p_dlse": dlse,
-        "p_lse_padded": lse_padded, "p_delta_padded": delta_padded, "p_delta": delta, "p_sum": sums,
-    }  # fmt: skip
+    before = prepare_own(output, grad_out, dlse, work)
     _ready(p, ("prepare backward", places, dlse is None), lambda: prepare_backward_launch(p, before)).start(before)
-    block = (1, 1, m, cut.d)
-    keys, half = (1, 1, n, cut.d), (1, 1, n // 2, cut.d)
-    own = {
-        "q_desc": Described(p.query, block), "k_desc": Described(p.key, keys), "v_desc": Described(p.value, keys), "do_desc": Described(grad_out, block),
-        "dk_desc": Described(dk, half), "dv_desc": Described(dv, half), "dq_desc": Described(sums, (128, 32)),
-        "lse_desc": Described(lse_padded, (m,)), "delta_desc": Described(delta_padded, (m,)), "p_unsound": unsound, "p_seed": seed_of(p),
-    }  # fmt: skip
+    own = backward_own(p, grad_out, work)
     _ready(p, ("hopper backward", places), lambda: backward_launch(p, own)).start(own)
-    after = {
-        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": delta,
-        "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_sum": sums, "p_unsound": unsound, "p_seed": seed_of(p),
-    }  # fmt: skip
+    after = finish_own(p, output, grad_out, work)
     _ready(p, ("finish backward", places), lambda: finish_backward_launch(p, after)).start(after)
-    return Gradients(dq, dk, dv, triton_run.sinks_gradient(p, output, delta))
+    return Gradients(work.dq, work.dk, work.dv, triton_run.sinks_gradient(p, output, work.delta))
+
+
+class Workspace:
+    """The gradients, and what the kernels of a backward hand each other."""
+
+    def __init__(self, p: Problem) -> None:
+        self.dq, self.dk, self.dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
+        cut = backward_cut(p)
+        heads, rows = p.batch * p.heads, padded_rows(p)
+        self.delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+        self.lse_padded, self.delta_padded = self.delta.new_empty((2, heads * rows)).unbind()
+        self.sums = self.delta.new_empty((heads * rows * cut.d // 32, 32))  # of dQ
+        self.unsound = torch.empty((p.batch * p.kv_heads * -(-p.kv_len // backward_tile(cut)[1]), 2), dtype=torch.int32, device=p.device)
 
 
 def takes_backward(p: Problem, wanted: frozenset[int]) -> bool:
@@ -108,6 +95,52 @@ def counter(device: torch.device) -> Tensor:
     if found is None:
         found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return found
+
+
+# -- tensors of the kernels ------------------------------------------------------------------------------------------
+
+
+def forward_own(p: Problem, output: Output, counter: Tensor) -> dict[str, Any]:
+    cut = forward_cut(p)
+    keys = forward_tile(cut)[1]
+    return {
+        "q_desc": Described(p.query, (1, 1, ROWS, cut.d)), "k_desc": Described(p.key, (1, 1, keys, cut.d)),
+        "v_desc": Described(p.value, (1, 1, keys, cut.dv)), "o_desc": Described(output.out, (1, 1, ROWS, cut.dv)),
+        "p_lse": output.lse, "p_highest": output.highest, "p_counter": counter, "p_sinks": p.sinks, "p_seed": seed_of(p),
+    }  # fmt: skip
+
+
+def mend_own(p: Problem, output: Output) -> dict[str, Any]:
+    return {
+        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": output.out, "p_lse": output.lse, "p_highest": output.highest,
+        "p_sinks": p.sinks, "p_seed": seed_of(p),
+    }  # fmt: skip
+
+
+def prepare_own(output: Output, grad_out: Tensor, dlse: Tensor | None, work: Workspace) -> dict[str, Any]:
+    return {
+        "p_out": output.out, "p_do": grad_out, "p_lse": output.lse, "p_dlse": dlse,
+        "p_lse_padded": work.lse_padded, "p_delta_padded": work.delta_padded, "p_delta": work.delta, "p_sum": work.sums,
+    }  # fmt: skip
+
+
+def backward_own(p: Problem, grad_out: Tensor, work: Workspace) -> dict[str, Any]:
+    cut = backward_cut(p)
+    m, n = backward_tile(cut)
+    queries, keys, half = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, n // 2, cut.d)
+    return {
+        "q_desc": Described(p.query, queries), "k_desc": Described(p.key, keys), "v_desc": Described(p.value, keys),
+        "do_desc": Described(grad_out, queries), "dk_desc": Described(work.dk, half), "dv_desc": Described(work.dv, half),
+        "dq_desc": Described(work.sums, (128, 32)), "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)),
+        "p_unsound": work.unsound, "p_seed": seed_of(p),
+    }  # fmt: skip
+
+
+def finish_own(p: Problem, output: Output, grad_out: Tensor, work: Workspace) -> dict[str, Any]:
+    return {
+        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": work.delta,
+        "p_dq": work.dq, "p_dk": work.dk, "p_dv": work.dv, "p_sum": work.sums, "p_unsound": work.unsound, "p_seed": seed_of(p),
+    }  # fmt: skip
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
