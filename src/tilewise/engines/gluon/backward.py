@@ -238,6 +238,12 @@ def fragment_order(b_x):
 
 
 @gluon.jit
+def read_step(step_notes, i):
+    """The head of a step's queries; the first of them, twice, plus 1 if the step is masked."""
+    return read_note(step_notes, i % RING * 2), read_note(step_notes, i % RING * 2 + 1)
+
+
+@gluon.jit
 def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
      n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
@@ -277,6 +283,9 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
         if C.value.ahead:
             mbarrier.wait(q_full.index(0), 0)
             s_token = warpgroup_mma(k, q_bufs.index(0).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
+        i_h, note = i_b, i_b
+        if C.value.ahead:
+            i_h, note = read_step(step_notes, 0)
         mbarrier.wait(kv_full.index(1), 0)
         for i in range(count):
             stage = i % STAGES
@@ -293,12 +302,11 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
                 dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
             else:
                 mbarrier.wait(q_full.index(stage), phase)
+                i_h, note = read_step(step_notes, i)
                 s_token = warpgroup_mma(k, q.permute((1, 0)), no_s, use_acc=False, is_async=True)
                 mbarrier.wait(do_full.index(stage), phase)
                 dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
                 b_raw = warpgroup_mma_wait(1, deps=[s_token])
-            i_h = read_note(step_notes, i % RING * 2)
-            note = read_note(step_notes, i % RING * 2 + 1)
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, COLUMN), 0)
             b_lse = lse_bufs.index(stage).load(COLUMN)
             b_s = final_scores(b_raw, note % 2 != 0, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
@@ -337,6 +345,7 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             if C.value.ahead:
                 after = (i + 1) % STAGES
                 mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
+                i_h, note = read_step(step_notes, i + 1)
                 s_token = warpgroup_mma(k, q_bufs.index(after).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
                 b_dq = warpgroup_mma_wait(1, deps=[dq_token])
             else:
