@@ -4,14 +4,15 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise as tw
+from tests.machine_code import loops_of_products, machine_code
 from tilewise import masks, scores, store
+from tilewise.engines.gluon import MISSING as NO_GLUON
 from tilewise.engines.triton import MISSING
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -28,6 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped
 @pytest.mark.parametrize("dim", [64, 128])
 def test_causal_kernels_compile_and_a_second_build_does_nothing(arch: str, dim: int) -> None:
     kernels = {64: 3, 128: 4}[dim]  # forward (in two configurations), sums, gradients
+    if arch == "sm_90" and NO_GLUON is None:
+        kernels = 5  # forward and its mending; what stands before the backward, the backward, and what follows it
     first = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
     assert first.wanted == kernels and first.compiled >= kernels  # one that does not fit is compiled again, smaller
     second = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
@@ -40,7 +43,8 @@ def test_a_learned_score_and_decoding_compile() -> None:
     report = tw.build_kernels(
         [masks.neighborhood((64, 64), 7)], [scores.relative_bias(table)], [64], ["fp16"], "sm_90", decode=True, progress=lambda d, n, _: seen.append((d, n))
     )
-    assert report.wanted == 5 and seen[-1] == (5, 5)
+    wanted = 6 if NO_GLUON is None else 5  # on Hopper, the forward is mended by a second kernel
+    assert report.wanted == wanted and seen[-1] == (wanted, wanted)
 
 
 def test_other_windows_need_no_other_kernel() -> None:
@@ -51,35 +55,17 @@ def test_other_windows_need_no_other_kernel() -> None:
     assert build(3000).compiled == 0
 
 
-def loops_of_products(sass: str) -> list[str]:
-    """The bodies of the innermost loops in which tensor cores work."""
-    lines = sass.splitlines()
-    labels = {m.group(1): n for n, line in enumerate(lines) if (m := re.match(r"^(\.L_x_\d+):", line))}
-    jumps = [(labels.get(m.group(1), n), n) for n, line in enumerate(lines) if (m := re.search(r"BRA.*`\((\.L_x_\d+)\)", line))]
-    loops = [(first, last) for first, last in jumps if first < last]
-    innermost = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
-    return [body for a, b in innermost if "HGMMA" in (body := "\n".join(lines[a:b]))]
-
-
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
 def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
     """Registers that overflow to memory inside a loop make a kernel slow, and so does a wait after every product."""
-    from triton.backends import nvidia
-
     from tilewise.building import _problem
     from tilewise.engines.triton import ahead
-    from tilewise.engines.triton.launch import parts_of, request_of
 
-    tool = Path(nvidia.__file__).parent / "bin" / "nvdisasm"
     problem = _problem(mask, None, dim, torch.bfloat16, 4096)
     for launches in (*ahead.forward_launches(problem), *ahead.backward_launches(problem, frozenset())):
         launch = launches()[0]
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(parts_of(request_of(launch, 90))["cubin"])
-            file.flush()
-            sass = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-        loops = loops_of_products(sass)
+        loops = loops_of_products(machine_code(launch, 90))
         assert loops or launch.kernel == "sums"
         for body in loops:
             spills, waits, products = (len(re.findall(word, body)) for word in (r"\b(?:LDL|STL)\b", "WARPGROUP.DEPBAR", "HGMMA"))

@@ -1,0 +1,82 @@
+"""The Hopper kernels compiled without a GPU: every variant, and what the compiler made of their loops."""
+
+import re
+
+import pytest
+import torch
+
+from tests.machine_code import loops_of_products, machine_code
+from tilewise import masks, scores, store
+from tilewise.engines.gluon import MISSING
+from tilewise.problem import Options, Problem, make_problem
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(store.VARIABLE, str(tmp_path_factory.mktemp("kernels") / "store"))
+        yield
+
+
+def problem(dim: int, v_dim: int | None = None, mask: object = None, score: object = None, **options: object) -> Problem:
+    query, key = (torch.empty(1, heads, 512, dim, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    value = torch.empty(1, 2, 512, v_dim or dim, dtype=torch.bfloat16, device="meta")
+    return make_problem(query, key, value, mask, score, Options(enable_gqa=True, **options))[0]  # type: ignore[arg-type]
+
+
+def spills(body: str) -> int:
+    return len(re.findall(r"\b(?:LDL|STL)\b", body))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
+def test_the_forwards_loop_hides_softmax_under_the_products(mask: object, dim: int) -> None:
+    """Both products are issued before the exponentials, and P V is awaited after them; nothing spills."""
+    from tilewise.engines.gluon import ahead
+
+    code = machine_code(ahead.forward_launches(problem(dim, mask=mask))[0]()[0], 90)
+    loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
+    assert len(loops) == (3 if dim == 64 else 2)  # one for each warpgroup
+    for body in loops:
+        assert spills(body) == 0
+        last_product, first_exp, last_exp = body.rindex("HGMMA"), body.index("MUFU.EX2"), body.rindex("MUFU.EX2")
+        assert last_product < first_exp < last_exp < body.rindex("WARPGROUP.DEPBAR")
+        assert len(re.findall("WARPGROUP.DEPBAR", body)) == 2  # a serialised kernel waits for every product
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
+def test_the_backwards_loop_waits_only_where_it_must(mask: object, dim: int) -> None:
+    from tilewise.engines.gluon import ahead
+
+    code = machine_code(ahead.backward_launches(problem(dim, mask=mask))[1]()[0], 90)
+    loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
+    assert len(loops) == 2
+    for body in loops:
+        products, waits = len(re.findall("HGMMA", body)), len(re.findall("WARPGROUP.DEPBAR", body))
+        assert waits <= 4 < products
+        assert spills(body) <= 48  # most of them in the branch of masked tiles
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({"dim": 96}, id="padded"),
+        pytest.param({"dim": 192, "v_dim": 128, "mask": masks.causal}, id="other V"),
+        pytest.param({"dim": 128, "mask": masks.causal, "score": scores.softcap(30.0)}, id="softcap"),
+        pytest.param({"dim": 64, "mask": masks.causal, "score": [scores.softcap(30.0), scores.sinks(torch.zeros(4))]}, id="sinks"),
+        pytest.param({"dim": 128, "mask": masks.causal, "dropout_p": 0.1, "seed": 1}, id="dropout"),
+        pytest.param({"dim": 64, "mask": lambda b, h, q, kv: (q // 7 + b * h) % 3 == kv % 3}, id="a mask per head"),
+    ],
+)
+def test_every_variant_compiles(asked: dict[str, object]) -> None:
+    from tilewise.engines.gluon import ahead, run
+    from tilewise.engines.triton.launch import parts_of, request_of
+
+    p = problem(**asked)  # type: ignore[arg-type]
+    launches = ahead.forward_launches(p) + (ahead.backward_launches(p) if run.takes_backward(p, frozenset()) else [])
+    assert len(launches) == (2 if p.head_dim > 128 else 5)
+    for launch in launches:
+        assert parts_of(request_of(launch()[0], 90))["cubin"]
