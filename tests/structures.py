@@ -27,7 +27,7 @@ STRIDES = ("contiguous", "contiguous", "contiguous", "last stride not 1", "rever
 THROUGH = (("out",), ("out",), ("out", "lse"), ("lse",))
 SCALES = (None, None, None, 0.1, -0.5)
 TILE = (32, 64)  # of given maps
-FEW = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 8}  # keys seen by a row on average
+FEW = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 8}  # keys seen by a row on average
 
 
 @dataclass(frozen=True)
