@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.dropout import keep_scale, threshold
-from tilewise.engines.triton import fixed_point, interpreted
+from tilewise.engines.triton import fixed_point, interpreted, tuning
 from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
-from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, prepare
+from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, architecture, prepare, sources_digest
 from tilewise.engines.triton.mods import gauge_of, mask_of, mod_arguments, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
 from tilewise.plan import map_of
@@ -121,11 +121,12 @@ _fitting: dict[Any, tuple[Config, ...]] = {}
 
 
 def prepared(p: Problem, name: tuple[Any, ...], mapped: bool, make: Callable[[], Prepared | Interpreted]) -> Prepared | Interpreted:
-    """A kernel made ready for calls like this one; again when a tensor that a tile map was made from has changed."""
+    """A kernel made ready for calls like this one; again when a tensor that a tile map was made from has changed, or tuning went on."""
     contents = versions(p) if mapped else ()
+    state = contents, tuning.state()
     found = p.memory.get(name)
-    if found is None or found[1] != contents or contents is None:
-        found = p.memory[name] = (make(), contents)
+    if found is None or found[1] != state or contents is None:
+        found = p.memory[name] = (make(), state)
     return found[0]
 
 
@@ -141,7 +142,9 @@ def fitted(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...
     score = "" if p.score is None else p.score.program.text
     tile = None if p.tiles is None else p.tiles.tile
     key = (parts, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
-    configs: tuple[Config, ...] | None = _fitting.get(key) or tuple([choose(part, p) for part in parts])
+    configs = _fitting.get(key)
+    if configs is None or tuning.is_on():
+        configs = _tuned(p, parts, make)
     while configs is not None:
         try:
             ready = prepare(make(configs), p.device)
@@ -151,6 +154,21 @@ def fitted(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...
         _fitting[key] = configs
         return ready
     raise RuntimeError(f"no configuration of the {' and '.join(parts)} kernel fits this GPU for {p.describe()}")
+
+
+def _tuned(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...]], Launch]) -> tuple[Config, ...]:
+    """The configurations of kernels like this one: those found by trying, now or earlier, else the table's."""
+    tile = p.tiles.tile if p.tiles is not None and p.tiles.given else None
+    arch = architecture(p.device) if p.device.type == "cuda" else p.device.type
+    kind = f"{parts} {p.head_dim} {p.v_dim} {p.dtype} masked {p.mask is not None} scored {p.score is not None} tiles {tile} {arch} {sources_digest()}"
+
+    def milliseconds(configs: tuple[Config, ...]) -> float:
+        launch = make(configs)
+        own = {name: tuple([t.clone() for t in v]) if type(v) is tuple else v for name, v in launch.own.items()}  # sums, which trials would add to
+        ready = prepare(launch, p.device)
+        return tuning.milliseconds(lambda: ready.start(own))
+
+    return tuning.best(kind, parts, tuple([choose(part, p) for part in parts]), tile, milliseconds)
 
 
 def forward_kind(p: Problem) -> str:
