@@ -59,6 +59,7 @@ class Structure:
     sinks: bool
     is_causal: bool
     dropout: bool
+    deterministic: bool
     scale: float | None
     through: tuple[str, ...]
     strides: str
@@ -67,7 +68,7 @@ class Structure:
     def __str__(self) -> str:
         mask = {"none": "no mask", "tiles": "given tiles", "packed": "packed sequences", "map": f"map of {self.mask}"}.get(self.form, str(self.mask))
         words = [str(self.dtype).removeprefix("torch."), f"D{self.head_dim}", f"V{self.v_dim}", mask, *[s.text for s in self.steps]]
-        words += [name for name in ("sinks", "is_causal", "dropout") if getattr(self, name)]
+        words += [name for name in ("sinks", "is_causal", "dropout", "deterministic") if getattr(self, name)]
         words += [] if self.scale is None else [f"scale {self.scale}"]
         return ", ".join([*words, f"through {' and '.join(self.through)}", f"strides {self.strides}", f"grad strides {self.grad_strides}"])
 
@@ -87,6 +88,7 @@ def structures(draw: st.DrawFn, sizes: Range, dtypes: tuple[torch.dtype, ...]) -
         sinks=draw(st.sampled_from((False, False, True))),
         is_causal=form in ("none", "function", "packed") and draw(st.booleans()),
         dropout=draw(st.sampled_from((False, False, True))),
+        deterministic=draw(st.sampled_from((False, False, True))),
         scale=draw(st.sampled_from(SCALES if dtype == torch.float32 else (*SCALES, 0.0))),
         through=draw(st.sampled_from(THROUGH)),
         strides=draw(st.sampled_from(STRIDES)),
@@ -99,8 +101,7 @@ def problems(draw: st.DrawFn, structure: Structure, sizes: Range) -> Case:
     kv_heads, ratio, q_len = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(sizes.lengths)
     packed = structure.form == "packed"
     options: dict[str, Any] = {} if structure.scale is None else {"scale": structure.scale}
-    if structure.is_causal:
-        options["is_causal"] = True
+    options |= {name: True for name in ("is_causal", "deterministic") if getattr(structure, name)}
     if structure.dropout:
         chances = (0.1, 0.5) if structure.dtype == torch.float32 else (0.1, 0.5, 0.9)  # few keys are left of 0.9: see is_luck
         options |= {"dropout_p": draw(st.sampled_from(chances)), "seed": draw(st.integers(0, 2**40))}
