@@ -1,6 +1,6 @@
-"""tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding.
+"""tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding, memory, cold starts.
 
-    python benchmarks/gpu.py [dense] [masks] [decode] [host] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
+    python benchmarks/gpu.py [dense] [masks] [decode] [host] [memory] [cold] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row and every figure is
 the median of several turns, because a card at its power limit moves by a few percent with what ran before.
@@ -8,8 +8,10 @@ the median of several turns, because a card at its power limit moves by a few pe
 
 import argparse
 import math
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+from common import in_subprocess
+
 import tilewise
 from tilewise import masks, scores
 
@@ -276,6 +280,73 @@ def graphed(f: Callable[[], Any]) -> float:
     return do_bench(graph.replay, warmup=10, rep=60, return_mode="median") / 10
 
 
+def memory(args: argparse.Namespace) -> list[list[str]]:
+    """The peak of a causal forward and backward, masks and maps included, beyond the tensors that any of them needs."""
+    heads, length, dim = 16, 32768 if args.quick else 131072, 128
+    inputs = tensors(1, heads, length, dim)
+    results = 5 * inputs[0].nbytes  # out, its gradient, and those of q, k and v
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch_flex(masks.causal, None, length)(q, k, v)  # its block mask counts, as our map does
+
+    peers: dict[str, Callable[..., Tensor]] = {
+        f"tilewise {args.engine}": lambda q, k, v: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engine),
+        "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, True),
+        "FA2": sdpa(SDPBackend.FLASH_ATTENTION, True),
+        "torch flex": flex,
+    }
+    table = [[f"causal forward + backward, B1 H{heads} S{length} D{dim} bf16", "beyond the tensors (MiB)", "share of the tensors"]]
+    for name, forward in peers.items():
+        try:
+            extra = peak_growth(forward, inputs) - results
+            cells = [name, f"{extra / 2**20:.0f}", f"{extra / (results + 3 * inputs[0].nbytes):.3f}"]
+        except Exception as error:  # out of memory, most likely; the cell says so
+            cells = [name, f"{type(error).__name__}", "-"]
+        print("  ".join(f"{c:>14s}" for c in cells), flush=True)
+        table.append(cells)
+    return table
+
+
+def peak_growth(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> int:
+    """Bytes by which torch's allocations, at their largest during both passes, exceed those before."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = forward(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def cold(args: argparse.Namespace) -> list[list[str]]:
+    """How long a mask and score that nobody has seen take to the end of their first backward; then again from what was stored."""
+    table = [["first forward + backward of a new (mask, score) in a fresh process, B1 H16 S4096 D128", "nothing stored (s)", "stored (s)"]]
+    for name in (args.engine, "torch flex"):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = [in_subprocess(Path(__file__), "cold_seconds", name, folder) for _ in range(2)]
+        table.append([name, *[f"{s:.1f}" for s in seconds]])
+        print("  ".join(table[-1]), flush=True)
+    return table
+
+
+def cold_seconds(name: str, folder: str) -> float:
+    """In a process of its own: seconds of the first call, from what is stored in a folder. Imports and the GPU's own start do not count."""
+    for variable in ("TILEWISE_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[variable] = str(Path(folder) / variable.lower())
+    inputs = tensors(1, 16, 4096, 128)
+    mask: Any = lambda b, h, q, kv: (q >= kv) & ((q - kv < 700) | (kv % 64 < 3))  # noqa: E731
+    score: Any = lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0) - 0.01 * (q - kv)  # noqa: E731
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    if name == "torch flex":
+        out = torch_flex(mask, score, 4096)(*inputs)
+    else:
+        out = tilewise.attention(*inputs, mask=mask, score=score, backend=name)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
 def markdown(table: list[list[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in table]
     return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
@@ -283,7 +354,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["dense", "masks", "decode", "host", []], help="what to measure; everything unless given")
+    parser.add_argument("parts", nargs="*", choices=["dense", "masks", "decode", "host", "memory", "cold", []], help="what to measure; everything unless given")
     parser.add_argument("--engine", default="triton", help="the tilewise backend to measure")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
@@ -294,7 +365,7 @@ def main() -> None:
     args.rep = 40 if args.quick else 100
     if args.quick:
         args.lengths = [8192]
-    parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host}
+    parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "memory": memory, "cold": cold}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
     text = [f"# tilewise and its peers on a GPU\n\n{header}\n\n`python {' '.join(sys.argv)}`\n"]

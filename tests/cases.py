@@ -29,6 +29,7 @@ class Masking(NamedTuple):
     given: Any
     allowed: Tensor | None = None
     bias: Tensor | None = None
+    offsets: Tensor | None = None  # where packed sequences begin; the call then is varlen_attention's
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class Draw:
 
     def integers(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, generator=self.generator, device="cpu").to(self.device)
+
+    def number(self, low: int, high: int) -> int:
+        """One Python number from low to high."""
+        return int(torch.randint(low, high + 1, (), generator=self.generator, device="cpu"))
 
     def coins(self, *shape: int, chance: float = 0.6) -> Tensor:
         return (torch.rand(shape, generator=self.generator, device="cpu") < chance).to(self.device)
@@ -261,7 +266,7 @@ def bare_tiles(tile: tuple[int, int], *, by_batch: bool = False, by_head: bool =
         shape = (geometry.batch, geometry.heads, geometry.q_tiles, geometry.kv_tiles)
         full = draw.coins(*shape, chance=0.4)
         partial = ~full & draw.coins(*shape, chance=0.5) if inside is not None else torch.zeros_like(full)
-        runs = [from_dense(t.reshape(-1, geometry.kv_tiles)) for t in (partial, full)]
+        runs = [from_dense(t.flatten(0, 2)) for t in (partial, full)]
         call = None if inside is None else masks.as_mask(inside).traced()
 
         def spread(t: Tensor) -> Tensor:
@@ -286,6 +291,15 @@ def block_mask(f: Callable[..., Any], block: int | tuple[int, int], *, batch: bo
         return by_function(draw, f, given)
 
     return build
+
+
+def packed_sequences(draw: Draw) -> Masking:
+    """Sequences of random lengths, some of them empty, packed end to end."""
+    tokens = draw.case.q_len
+    cuts = torch.sort(draw.integers(tokens + 1, 4)).values
+    offsets = torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), tokens)]).int()
+    ids = torch.searchsorted(offsets, torch.arange(tokens, device=draw.device), right=True)
+    return by_function(draw, lambda b, h, q, kv: ids[q] == ids[kv])._replace(offsets=offsets)
 
 
 def document_ids(draw: Draw, length: int, *lead: int) -> Tensor:

@@ -116,9 +116,20 @@ def _rms(t: Tensor) -> float:
 
 
 def by_engine(case: Case, inputs: Inputs, engine: str) -> Results:
+    if inputs.masking.offsets is not None:
+        return _by_varlen(case, inputs, inputs.masking.offsets, engine)
     found = tw.attention(inputs.query, inputs.key, inputs.value, backend=engine, **inputs.arguments())
     out, lse = found if case.returns_lse else (found, None)
     return finish(case, inputs, to_bhsd(out, case.layout, case.heads), lse)
+
+
+def _by_varlen(case: Case, inputs: Inputs, offsets: Tensor, engine: str) -> Results:
+    tokens_first = [t.squeeze(0).transpose(0, 1) for t in inputs.bhsd]
+    found = tw.varlen_attention(
+        *tokens_first, offsets, score=inputs.scores or None, enable_gqa=True, return_lse=case.returns_lse, backend=engine, **case.options
+    )
+    out, lse = found if case.returns_lse else (found, None)
+    return finish(case, inputs, out.transpose(0, 1).unsqueeze(0), None if lse is None else lse.unsqueeze(0))
 
 
 def by_reference(case: Case, inputs: Inputs) -> Results:

@@ -8,6 +8,7 @@ from tilewise._version import __version__
 from tilewise.attention import attention
 from tilewise.building import build_flex_attention_kernels, build_kernels
 from tilewise.dispatch import attention_backend
+from tilewise.engines.triton.tuning import autotuned
 from tilewise.errors import BackendError, InputError, TilewiseError, TraceError
 from tilewise.explanation import Explanation, backends, explain
 from tilewise.interception import intercept_sdpa
@@ -18,7 +19,7 @@ from tilewise.watching import watch
 
 __all__ = [
     "BackendError", "Explanation", "InputError", "TileMap", "TilewiseError", "TraceError", "__version__",
-    "attention", "attention_backend", "backends", "build_flex_attention_kernels", "build_kernels", "explain", "flex", "functional",
+    "attention", "attention_backend", "autotuned", "backends", "build_flex_attention_kernels", "build_kernels", "explain", "flex", "functional",
     "intercept_sdpa", "kernel_root", "masks", "scores", "tile_map", "varlen_attention", "watch",
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise import store
 from tilewise.engines import ENGINES, Engine, engine_named, is_plain
 from tilewise.errors import BackendError
 from tilewise.problem import Problem
@@ -161,7 +162,25 @@ def must_choose(problem: Problem, request: Request) -> tuple[Engine, Choice]:
     choice = choose(problem, request)
     if choice.engine is None:
         raise BackendError(refusal(choice, request, problem))
+    if len(choice.verdicts) > 1 and not torch.compiler.is_compiling():
+        for option, engine in costly_options(choice, problem, request):
+            store.warn_once(f"{option} costs the engine {engine!r}, which would serve the call without it; {choice.engine.name!r} does. See tilewise.explain")
     return choice.engine, choice
+
+
+def costly_options(choice: Choice, problem: Problem, request: Request) -> list[tuple[str, str]]:
+    """Options without which an engine that comes earlier in the order would have been chosen, and that engine."""
+    without: dict[str, tuple[Problem, Request]] = {}
+    if problem.deterministic:
+        without["deterministic=True"] = problem.with_tensors(deterministic=False), request
+    if problem.dropout_p > 0:
+        without["dropout_p"] = problem.with_tensors(dropout_p=0.0, seed=None), request._replace(seeded=False)
+    if request.needs_lse:
+        without["return_lse=True"] = problem, request._replace(needs_lse=False)
+    if problem.tiles is not None and problem.mask is not None:  # bare tiles are a mask themselves
+        without["the given tile map"] = problem.with_tensors(tiles=None), request
+    skipped = [v.engine for v in choice.verdicts if v.reason is not None]
+    return [(option, engine) for engine in skipped for option, other in without.items() if reason_against(engine_named(engine), *other) is None]
 
 
 def tell_observers(engine: Engine, problem: Problem, mask_name: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import masks, scores
+from tilewise import masks, scores, store
 from tilewise.dispatch import CANDIDATES, INTENTS, VARIABLE, candidates
 from tilewise.engines import ENGINES, Engine
+from tilewise.engines.cpp import CppEngine
 from tilewise.engines.native import NativeEngine
 
 NAMES = [e.name for e in ENGINES]
@@ -323,3 +325,54 @@ def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="tilewise"):
         tw.attention(*q_k_v(), mask=masks.causal)
     assert not caplog.records
+
+
+# -- options that cost an engine -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """What has been warned of since."""
+    monkeypatch.setattr(store, "_warned", set())
+    with caplog.at_level(logging.WARNING, logger="tilewise"):
+        yield lambda: [r.getMessage() for r in caplog.records]
+
+
+COSTLY: dict[str, dict[str, Any]] = {"dropout_p": {"dropout_p": 0.1}, "return_lse=True": {"return_lse": True}}
+
+
+@pytest.mark.parametrize("option", COSTLY)
+def test_an_option_that_costs_an_engine_is_told_once(option: str, warnings: Callable[[], list[str]]) -> None:
+    for length in (40, 41):
+        tw.attention(*q_k_v(1, 2, length, 8), **COSTLY[option])
+    served = tw.explain(*q_k_v(), **COSTLY[option]).engine
+    (message,) = warnings()
+    assert message.startswith(f"{option} costs the engine 'native', which would serve the call without it; {served!r} does.")
+
+
+def test_deterministic_tells_which_engine_it_costs(monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]) -> None:
+    monkeypatch.setattr(NativeEngine, "refuse", lambda self, p: "not repeatable" if p.deterministic else None)
+    tw.attention(*q_k_v(), deterministic=True)
+    assert [m.split(",")[0] for m in warnings()] == ["deterministic=True costs the engine 'native'"]
+
+
+def test_a_map_tells_which_engine_it_costs(monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]) -> None:
+    monkeypatch.setattr(CppEngine, "refuse", lambda self, p: "odd tiles" if p.tiles is not None else None)
+    tw.attention(*q_k_v(), mask=tw.tile_map(masks.sliding_window(9), q_len=40, kv_len=40), backend="flex")
+    assert [m.split(";")[0] for m in warnings()] == ["the given tile map costs the engine 'cpp', which would serve the call without it"]
+
+
+SILENT: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a mask": {"mask": masks.sliding_window(9)},
+    "a mask and dropout": {"mask": masks.sliding_window(9), "dropout_p": 0.1},
+    "a score and lse": {"score": scores.softcap(3.0), "return_lse": True},
+    "a named engine": {"dropout_p": 0.1, "backend": "blocked"},
+    "determinism that costs nothing": {"deterministic": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_costs_nothing_is_not_told(name: str, warnings: Callable[[], list[str]]) -> None:
+    tw.attention(*q_k_v(), **SILENT[name])
+    assert warnings() == []

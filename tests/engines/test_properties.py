@@ -1,115 +1,14 @@
-"""Random problems from a small grammar of masks and scores: the blocked engine agrees with the reference."""
+"""Random problems from a small grammar of masks and scores: the CPU's engines agree with the reference."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import Case, Draw, Masking, by_function
 from tests.error_rule import by_engine, by_reference, check, make
-
-
-class Part(NamedTuple):
-    """A mask or score in words, and how to make its function from drawn tensors."""
-
-    text: str
-    build: Callable[[Draw], Callable[..., Any]]
-
-
-# -- masks -----------------------------------------------------------------------------------------------------------
-
-
-def atom(text: str, f: Callable[..., Any]) -> Part:
-    return Part(text, lambda draw: f)
-
-
-def documents(draw: Draw) -> Callable[..., Any]:
-    q_ids, kv_ids = draw.integers(3, draw.case.batch, draw.case.q_len), draw.integers(3, draw.case.kv[2])
-    return lambda b, h, q, kv: q_ids[b, q] == kv_ids[kv]
-
-
-def table(draw: Draw) -> Callable[..., Any]:
-    seen = draw.coins(5, 7)
-    return lambda b, h, q, kv: seen[q // 16 % 5, kv // 16 % 7]
-
-
-ATOMS = st.one_of(
-    st.just(atom("q >= kv", lambda b, h, q, kv: q >= kv)),
-    st.just(atom("true", lambda b, h, q, kv: (q >= 0) & (kv >= 0))),
-    st.just(Part("documents", documents)),
-    st.just(Part("table", table)),
-    st.integers(0, 200).map(lambda n: atom(f"|q - kv| <= {n}", lambda b, h, q, kv: (q - kv).abs() <= n)),
-    st.integers(-50, 200).map(lambda n: atom(f"q - kv < {n} - 30 h", lambda b, h, q, kv: q - kv < n - 30 * h)),
-    st.integers(0, 200).map(lambda n: atom(f"kv < {n} + 20 b", lambda b, h, q, kv: kv < n + 20 * b)),
-    st.tuples(st.integers(-3, 3), st.integers(1, 9)).map(
-        lambda t: atom(f"(q + {t[0]} kv) % {t[1]} < 3", lambda b, h, q, kv: (q + t[0] * kv) % t[1] < 3)
-    ),
-    st.integers(1, 40).map(lambda n: atom(f"q // {n} == kv // {n}", lambda b, h, q, kv: q // n == kv // n)),
-)
-
-
-def joined(operator: str) -> Callable[[tuple[Part, Part]], Part]:
-    def join(parts: tuple[Part, Part]) -> Part:
-        def build(draw: Draw) -> Callable[..., Any]:
-            f, g = (p.build(draw) for p in parts)
-            if operator == "&":
-                return lambda *at: f(*at) & g(*at)
-            return lambda *at: f(*at) | g(*at)
-
-        return Part(f"({parts[0].text} {operator} {parts[1].text})", build)
-
-    return join
-
-
-def negated(part: Part) -> Part:
-    def build(draw: Draw) -> Callable[..., Any]:
-        f = part.build(draw)
-        return lambda *at: ~f(*at)
-
-    return Part(f"~{part.text}", build)
-
-
-def combined(inner: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
-    return st.one_of(st.tuples(inner, inner).map(joined("&")), st.tuples(inner, inner).map(joined("|")), inner.map(negated))
-
-
-MASKS = st.recursive(ATOMS, combined, max_leaves=4)
-
-# -- scores ----------------------------------------------------------------------------------------------------------
-
-
-def by_head(draw: Draw) -> Callable[..., Any]:
-    gain = draw.learned(draw.case.batch, draw.case.heads)
-    return lambda s, b, h, q, kv: s * (1.0 + 0.25 * gain[b, h])
-
-
-def by_query(draw: Draw) -> Callable[..., Any]:
-    bias = draw.learned(draw.case.heads, draw.case.q_len)
-    return lambda s, b, h, q, kv: s + bias[h, q] * torch.tanh(s)
-
-
-def by_key(draw: Draw) -> Callable[..., Any]:
-    bias = draw.learned(draw.case.kv[2])
-    return lambda s, b, h, q, kv: s + bias[kv] - bias[-1 - kv]
-
-
-def relative(draw: Draw) -> Callable[..., Any]:
-    bias = draw.learned(13)
-    return lambda s, b, h, q, kv: s + bias[(q - kv) % 13]
-
-
-def wave(draw: Draw) -> Callable[..., Any]:
-    return lambda s, b, h, q, kv: torch.where((q + kv) % 2 == 0, s, torch.sin(s) + 0.01 * (q - kv))
-
-
-def forbidding(draw: Draw) -> Callable[..., Any]:
-    return lambda s, b, h, q, kv: torch.where((q * 3 + kv) % 5 == 0, -float("inf"), s)
-
-
-STEPS = [Part(f.__name__, f) for f in (by_head, by_query, by_key, relative, wave, forbidding)]
-SCORES = st.lists(st.sampled_from(STEPS), max_size=2)
+from tests.grammar import MASKS, SCORES
+from tests.structures import SMALL, by_the_rule, check_problems, drawn_problems, drawn_structure
 
 # -- problems --------------------------------------------------------------------------------------------------------
 
@@ -125,7 +24,7 @@ def problems(draw: st.DrawFn, many: bool = False) -> Case:
     ratio, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     mask = draw(st.none() | MASKS)
     steps = draw(SCORES)
-    name = f"{mask.text if mask else 'no mask'}; {', '.join(s.text for s in steps) or 'no score'}"
+    name = f"{mask.text if mask else 'no mask'}; {', '.join(s.text for s in steps) or 'no score'}; numbers {draw(st.integers(0, 999))}"
 
     def masking(source: Draw) -> Masking:
         assert mask is not None
@@ -175,3 +74,23 @@ def test_blocked_keeps_the_error_rule_in_half_precision(case: Case, dtype: torch
 def test_the_reference_is_plain_torch(case: Case) -> None:
     """Plain PyTorch calls masks and scores on index tensors: it shares no code with the reference."""
     check(case, "reference", "cpu", torch.float64)
+
+
+@pytest.mark.parametrize("engine", ["blocked", "cpp"])
+@pytest.mark.parametrize("seed", range(10))
+def test_every_problem_of_a_structure_keeps_the_error_rule(engine: str, seed: int) -> None:
+    """Given maps, packed sequences and sinks too, in the dtypes and by the code that tests/gpu uses."""
+    structure = drawn_structure(seed, SMALL, torch.float16, torch.bfloat16, torch.float32)
+    check_problems(structure, drawn_problems(structure, seed, 12, SMALL), by_the_rule(structure, engine, "cpu"))
+
+
+def test_a_failure_tells_the_structure_and_the_problem() -> None:
+    structure = drawn_structure(1, SMALL, torch.float16)
+    cases = drawn_problems(structure, 1, 3, SMALL)
+    assert [c.name for c in cases] == [c.name for c in drawn_problems(structure, 1, 3, SMALL)]
+
+    def wrong(case: Case) -> None:
+        assert case is not cases[1], "not the truth"
+
+    with pytest.raises(AssertionError, match=r"1 of 3 problems of the structure float16.*\n  problem 1, B.*numbers \d+.*\n.*not the truth"):
+        check_problems(structure, cases, wrong)

@@ -105,13 +105,6 @@ def test_gradients_are_bitwise_the_same_over_30_runs() -> None:
             assert torch.equal(a, b)
 
 
-def test_deterministic_with_learned_captures_goes_to_another_engine() -> None:
-    bias = torch.randn(4, device="cuda", requires_grad=True)
-    query, key, value = tensors(1, 4, 100, 64)
-    said = tw.explain(query, key, value, score=lambda s, b, h, q, kv: s + bias[h], deterministic=True)
-    assert said.engine == "blocked" and "atomically" in str(said)
-
-
 def test_two_threads_cold() -> None:
     """Row 21."""
     query, key, value = (t.detach() for t in tensors(1, 2, 333, 96))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tilewise.engines.base import like_query
-from tilewise.engines.triton import run
+from tilewise.engines.triton import fixed_point, run
 from tilewise.engines.triton.config import BACKWARD, Config, all_smaller, choose
 from tilewise.engines.triton.launch import Launch, parts_of, request_of
 from tilewise.problem import Problem
@@ -34,11 +34,22 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     own = {
         "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows, **run.shift_parts(p),
-        "p_dq": p.query, "p_dk": p.key, "p_dv": p.value, "p_seed": run.seed_of(p), "score_g": run.gradient_buffers(p, wanted),
+        "p_dq": p.query, "p_dk": p.key, "p_dv": p.value, "p_seed": run.seed_of(p),
     }  # fmt: skip
+    sums: Callable[[], list[Launch]] = lambda: [  # noqa: E731
+        run.sums_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, **run.shift_parts(p)})
+    ]
+    if p.score is None or not wanted:
+        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": ()}, wanted, *c))]
+    if not p.deterministic:
+        shares = fixed_point.zeros(p, wanted, run.wide(p))
+        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": shares}, wanted, *c))]
+    gauged = fixed_point.gauges(p, wanted)
+    totals = fixed_point.totals(p, wanted, gauged.limits)
     return [
-        lambda: [run.sums_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, **run.shift_parts(p)})],
-        _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own, wanted, *c)),
+        sums,
+        _ladder(p, BACKWARD, lambda c: run.gauge_launch(p, own | {"score_g": gauged.arguments}, wanted, *c)),
+        _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": totals.arguments}, wanted, *c)),
     ]
 
 

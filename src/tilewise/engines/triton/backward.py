@@ -4,8 +4,8 @@ P = exp(s - lse), dP = dropout(dO V^T), delta = dO . O - dlse, dS = P (dP - delt
 dV = dropout(P)^T dO, dK = scale dscore^T Q, dQ = scale dscore K
 
 Every sum is kept in one program's registers and written once: no atomics, so the result is the same every time. Only the
-gradients of tensors that a score function captures are added atomically. As in the forward, a program that finds its
-result unsound has it done again, carefully.
+gradients of tensors that a score function captures are added atomically (as integers where that must be repeatable, see fixed_point).
+As in the forward, a program that finds its result unsound has it done again, carefully.
 """
 
 import triton

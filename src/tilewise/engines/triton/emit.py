@@ -1,4 +1,4 @@
-"""Programs as Triton source: one small function per mask, score, slope (its derivative) and scatter (captures' gradients).
+"""Programs as Triton source: one small function per mask, score, slope (its derivative) and scatter, gauge or fixed (captures' gradients).
 
 A generated function takes b and h as scalars and q and kv as a column and a row (or a row and a column: it does not care),
 so that what depends on q alone stays a column and only what needs both is a tile. Python numbers and captures are
@@ -8,9 +8,12 @@ Integers are 64-bit in the language. Where their bounds over the whole problem s
 a load whose index provably stays inside needs no clamping, and a division of non-negative numbers no correction.
 """
 
+from collections.abc import Callable
+
 from tilewise.engines.emitting import INT32, Extents, Layout
 from tilewise.engines.triton import interpreted
 from tilewise.lang import Call, Derivative, Program
+from tilewise.lang.derive import LoadSite
 from tilewise.lang.program import literal_value
 from tilewise.lang.ranges import ranges
 from tilewise.lang.types import Type, promote
@@ -272,23 +275,34 @@ def slope_source(writer: Writer) -> list[str]:
 
 
 def scatter_source(writer: Writer, derivative: Derivative) -> list[str]:
-    """Adds ds * d(score)/d(load) to each load's place in `g`, summed first over the axes on which the place does not depend."""
-    lines = ["@triton.jit", "def scatter(ds, attended, score, b, h, q, kv, p, i, f, s, g):", *_indent(writer.lines)]
+    """Adds ds * d(score)/d(load) to each load's place in `g`."""
+    return _shares_source("scatter", writer, derivative, lambda site, address, x: f"add_share({address}, {x})")
+
+
+def gauge_source(writer: Writer, derivative: Derivative) -> list[str]:
+    """The same shares, measured: the largest of each capture goes to its place in the last of `g` (see fixed_point)."""
+    last = len(writer.program.captures)
+    return _shares_source("gauge", writer, derivative, lambda site, address, x: f"gauge_share({address}, {x}, g[{last}] + {site.slot})")
+
+
+def fixed_source(writer: Writer, derivative: Derivative) -> list[str]:
+    """The same shares, added as integers in units of their capture's place in the last of `g`."""
+    last = len(writer.program.captures)
+    return _shares_source("fixed", writer, derivative, lambda site, address, x: f"add_fixed({address}, {x}, g[{last}] + {site.slot})")
+
+
+def _shares_source(name: str, writer: Writer, derivative: Derivative, use: Callable[[LoadSite, str, str], str]) -> list[str]:
+    """What happens to each load's share of the gradient, summed first over the axes on which its place does not depend."""
+    lines = ["@triton.jit", f"def {name}(ds, attended, score, b, h, q, kv, p, i, f, s, g):", *_indent(writer.lines)]
     for n, site in enumerate(derivative.sites):
         indices = tuple(writer.program.results[k] for k in site.indices)
         varies = writer.varies(indices)
         lines.append(f"    x{n} = tl.where(attended, ds * {writer.result(site.gradient, 'f32')}, 0.0)")
-        mask = ", mask=attended"
         if "kv" not in varies:
             lines.append(f"    x{n} = tl.sum(x{n}, 1, keep_dims=True)")
         if "q" not in varies:
             lines.append(f"    x{n} = tl.sum(x{n}, 0, keep_dims=True)")
-        address = writer.address("g", site.slot, indices)
-        if varies.isdisjoint({"q", "kv"}):
-            lines.append(f"    tl.atomic_add({address}, tl.sum(tl.sum(x{n}, 1), 0).to(g[{site.slot}].dtype.element_ty), sem='relaxed')")
-            continue
-        mask = mask if {"q", "kv"} <= varies else ""
-        lines.append(f"    tl.atomic_add({address}, x{n}.to(g[{site.slot}].dtype.element_ty){mask}, sem='relaxed')")
+        lines.append(f"    {use(site, writer.address('g', site.slot, indices), f'x{n}')}")
     return lines
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from tilewise.engines.emitting import Extents, Layout
-from tilewise.engines.triton.emit import Writer, mask_source, scatter_source, score_source, slope_source
+from tilewise.engines.triton.emit import Writer, fixed_source, gauge_source, mask_source, scatter_source, score_source, slope_source
 from tilewise.engines.triton.modules import Generated, generated
-from tilewise.lang import Call, Program, derive
+from tilewise.lang import Call, Derivative, Program, derive
 from tilewise.lang.program import literal_value
 from tilewise.problem import Problem
 
@@ -47,12 +47,20 @@ def slope_of(p: Problem) -> Generated | None:
 
 def scatter_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
     """Adds the gradients of the wanted captures."""
+    return _shares_of(p, wanted, "fixed", fixed_source) if p.deterministic else _shares_of(p, wanted, "scatter", scatter_source)
 
+
+def gauge_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
+    """Finds the largest share of each of those gradients."""
+    return _shares_of(p, wanted, "gauge", gauge_source)
+
+
+def _shares_of(p: Problem, wanted: frozenset[int], entry: str, source: Callable[[Writer, Derivative], list[str]]) -> Generated | None:
     def make(call: Call) -> Generated:
         derivative = derive(call.program, wanted)
-        return generated("scatter", scatter_source(_writer(derivative.program, call, p), derivative))
+        return generated(entry, source(_writer(derivative.program, call, p), derivative))
 
-    return None if p.score is None or not wanted else _function(f"scatter {sorted(wanted)}", p.score, p, make)
+    return None if p.score is None or not wanted else _function(f"{entry} {sorted(wanted)}", p.score, p, make)
 
 
 def _function(kind: str, call: Call, p: Problem, make: Callable[[Call], Generated | None]) -> Generated | None:

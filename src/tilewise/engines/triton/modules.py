@@ -14,7 +14,7 @@ HEADER = """\
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import fast_tanh, load_straight, power, quotient, round_even, tanh
+from tilewise.engines.triton.steps import add_fixed, add_share, fast_tanh, gauge_share, load_straight, power, quotient, round_even, tanh
 
 """
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.dropout import keep_scale, threshold
-from tilewise.engines.triton import interpreted
+from tilewise.engines.triton import fixed_point, interpreted, tuning
 from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
-from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, prepare
-from tilewise.engines.triton.mods import mask_of, mod_arguments, scatter_of, score_of, slope_of
+from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, architecture, prepare, sources_digest
+from tilewise.engines.triton.mods import gauge_of, mask_of, mod_arguments, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
 from tilewise.plan import map_of
 from tilewise.problem import Problem
@@ -50,12 +50,9 @@ def _decode(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> None:
     prepared(p, ("combine",), False, lambda: prepare(combine_launch(p, own, splits), p.device)).start(own)
 
 
-def gradient_buffers(p: Problem, wanted: frozenset[int]) -> tuple[Tensor, ...]:
-    """Where the shares of the captures' gradients are added up, with more digits than they have; others stand in as they are."""
-    if p.score is None or not wanted:
-        return ()
-    wide = torch.float64 if p.dtype == torch.float32 else torch.float32
-    return tuple([torch.zeros_like(t, dtype=wide) if k in wanted else t for k, t in enumerate(p.score.captures)])
+def wide(p: Problem) -> torch.dtype:
+    """What shares of the captures' gradients are added up in: more digits than they have."""
+    return torch.float64 if p.dtype == torch.float32 else torch.float32
 
 
 def shift_parts(p: Problem) -> dict[str, Tensor | None]:
@@ -70,7 +67,6 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
     if p.score is not None and not all([p.score.captures[k].is_contiguous() for k in wanted]):  # their gradients are added up as if they were
         captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
         p = replace(p, score=replace(p.score, captures=captures), memory={})
-    shares = gradient_buffers(p, wanted)
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
     delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     if p.query.numel() and p.key.numel():
@@ -82,15 +78,14 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         prepared(p, ("sums", places, dlse is None), False, lambda: prepare(sums_launch(p, own), p.device)).start(own)
         given = {
             "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": delta, **parts,
-            "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p), "score_g": shares,
+            "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p),
         }  # fmt: skip
-        make: Callable[..., Launch] = lambda c: gradients_launch(p, given, wanted, *c)  # noqa: E731
-        prepared(p, ("gradients", places, wanted), True, lambda: fitted(p, BACKWARD, make)).start(given)
+        captured = _gradients(p, given, wanted, places)
     else:
+        captured = {k: torch.zeros_like(p.score.captures[k]) for k in wanted} if p.score is not None else {}
         delta = delta.zero_() if grad_lse is None else -grad_lse
         for t in (dq, dk, dv):
             t.zero_()
-    captured = {k: shares[k].to(p.score.captures[k].dtype) for k in wanted} if p.score is not None else {}
     return Gradients(dq, dk, dv, sinks_gradient(p, output, delta), captured)
 
 
@@ -101,6 +96,27 @@ def sinks_gradient(p: Problem, output: Output, delta: Tensor) -> Tensor | None:
     return -(weight * delta).sum((0, 2)).to(p.sinks.dtype)
 
 
+def _gradients(p: Problem, own: dict[str, Any], wanted: frozenset[int], places: Any) -> dict[int, Tensor]:
+    """dQ, dK and dV into their tensors; the gradients of the wanted captures by slot."""
+
+    def start(kernel: str, shares: tuple[Tensor, ...], launch: Callable[..., Launch]) -> None:
+        given = own | {"score_g": shares}
+        prepared(p, (kernel, places, wanted), True, lambda: fitted(p, BACKWARD, lambda c: launch(p, given, wanted, *c))).start(given)
+
+    if p.score is None or not wanted:
+        start("gradients", (), gradients_launch)
+        return {}
+    if not p.deterministic:
+        shares = fixed_point.zeros(p, wanted, wide(p))
+        start("gradients", shares, gradients_launch)
+        return {k: shares[k].to(p.score.captures[k].dtype) for k in wanted}
+    gauged = fixed_point.gauges(p, wanted)
+    start("gauge", gauged.arguments, gauge_launch)
+    found = fixed_point.totals(p, wanted, gauged.limits)
+    start("gradients", found.arguments, gradients_launch)
+    return {k: fixed_point.gradient(k, found, gauged).to(p.score.captures[k].dtype) for k in wanted}
+
+
 # -- kernels made ready ----------------------------------------------------------------------------------------------
 
 DECODE = ("decode",)
@@ -108,11 +124,12 @@ _fitting: dict[Any, tuple[Config, ...]] = {}
 
 
 def prepared(p: Problem, name: tuple[Any, ...], mapped: bool, make: Callable[[], Prepared | Interpreted]) -> Prepared | Interpreted:
-    """A kernel made ready for calls like this one; again when a tensor that a tile map was made from has changed."""
+    """A kernel made ready for calls like this one; again when a tensor that a tile map was made from has changed, or tuning went on."""
     contents = versions(p) if mapped else ()
+    state = contents, tuning.state()
     found = p.memory.get(name)
-    if found is None or found[1] != contents or contents is None:
-        found = p.memory[name] = (make(), contents)
+    if found is None or found[1] != state or contents is None:
+        found = p.memory[name] = (make(), state)
     return found[0]
 
 
@@ -128,7 +145,9 @@ def fitted(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...
     score = "" if p.score is None else p.score.program.text
     tile = None if p.tiles is None else p.tiles.tile
     key = (parts, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
-    configs: tuple[Config, ...] | None = _fitting.get(key) or tuple([choose(part, p) for part in parts])
+    configs = _fitting.get(key)
+    if configs is None or tuning.is_on():
+        configs = _tuned(p, parts, make)
     while configs is not None:
         try:
             ready = prepare(make(configs), p.device)
@@ -138,6 +157,21 @@ def fitted(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...
         _fitting[key] = configs
         return ready
     raise RuntimeError(f"no configuration of the {' and '.join(parts)} kernel fits this GPU for {p.describe()}")
+
+
+def _tuned(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...]], Launch]) -> tuple[Config, ...]:
+    """The configurations of kernels like this one: those found by trying, now or earlier, else the table's."""
+    tile = p.tiles.tile if p.tiles is not None and p.tiles.given else None
+    arch = architecture(p.device) if p.device.type == "cuda" else p.device.type
+    kind = f"{parts} {p.head_dim} {p.v_dim} {p.dtype} masked {p.mask is not None} scored {p.score is not None} tiles {tile} {arch} {sources_digest()}"
+
+    def milliseconds(configs: tuple[Config, ...]) -> float:
+        launch = make(configs)
+        own = {name: tuple([t.clone() for t in v]) if type(v) is tuple else v for name, v in launch.own.items()}  # sums, which trials would add to
+        ready = prepare(launch, p.device)
+        return tuning.milliseconds(lambda: ready.start(own))
+
+    return tuning.best(kind, parts, tuple([choose(part, p) for part in parts]), tile, milliseconds)
 
 
 def forward_kind(p: Problem) -> str:
@@ -226,6 +260,13 @@ def sums_launch(p: Problem, own: dict[str, Any]) -> Launch:
         {"HAS_DLSE": own["p_dlse"] is not None, "FOLDED": own["p_lse_parts"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
         4, 1,
     )  # fmt: skip
+
+
+def gauge_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], keys: Config, queries: Config) -> Launch:
+    """The query programs alone, measuring shares instead of adding them. What they write to dQ is written again."""
+    whole = gradients_launch(p, own, wanted, keys, queries)
+    programs = whole.programs - whole.rest["n_key_programs"]
+    return whole._replace(programs=programs, rest=whole.rest | {"n_key_programs": 0}, constants=whole.constants | {"SCATTER": gauge_of(p, wanted)})
 
 
 def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], keys: Config, queries: Config) -> Launch:

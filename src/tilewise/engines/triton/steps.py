@@ -102,6 +102,32 @@ def drop(b_p, p_seed, threshold, i_b, i_h, o_q, o_kv):
     return tl.where(kept(p_seed, threshold, i_b, i_h, o_q, o_kv), b_p, 0.0)
 
 
+# -- shares of captures' gradients -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_share(p, b_x):
+    """Adds a block of shares [M or 1, N or 1] to their places, in an order that nobody knows. What is not attended has a share of 0."""
+    tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_x.to(p.dtype.element_ty), mask=b_x != 0.0, sem="relaxed")
+
+
+@triton.jit
+def gauge_share(p, b_x, p_limit):
+    """Notes the largest finite share. The others are added up right away: whatever their order, Inf and NaN give the same sum."""
+    finite = tl.abs(b_x) < float("inf")
+    tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_x, mask=finite == 0, sem="relaxed")
+    largest = tl.max(tl.max(tl.where(finite, tl.abs(b_x), 0.0), 1), 0)
+    tl.atomic_max(p_limit, largest.to(tl.int32, bitcast=True), sem="relaxed")  # the bits of positive floats are in the floats' order
+
+
+@triton.jit
+def add_fixed(p, b_x, p_unit):
+    """Adds finite shares as integers: their sum is the same in any order."""
+    finite = tl.abs(b_x) < float("inf")
+    b_whole = tl.floor(tl.where(finite, b_x, 0.0).to(tl.float64) / tl.load(p_unit) + 0.5).to(tl.int64)
+    tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_whole, mask=b_whole != 0, sem="relaxed")
+
+
 # -- functions that generated masks and scores call ------------------------------------------------------------------
 
 

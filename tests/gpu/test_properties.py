@@ -1,0 +1,30 @@
+"""Thousands of generated problems on a GPU, forward and every gradient, held to the error rule:
+
+    python -m pytest tests/gpu/test_properties.py -n 14
+
+Each test is one structure, whose kernels are compiled once, and many problems of it. TILEWISE_PROPERTY_SEED draws others; a failure
+names the seed, the structure and the problems. `-k "triton-17"` repeats one structure.
+"""
+
+import os
+
+import pytest
+import torch
+
+from tests.structures import LARGE, by_the_rule, check_problems, drawn_problems, drawn_structure
+
+ENGINES = ["triton"]
+STRUCTURES, PROBLEMS = 70, 40
+VARIABLE = "TILEWISE_PROPERTY_SEED"
+FIRST = int(os.environ.get(VARIABLE, "0")) * STRUCTURES
+
+
+@pytest.mark.parametrize("number", range(STRUCTURES))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_keeps_the_error_rule(engine: str, number: int) -> None:
+    structure = drawn_structure(FIRST + number, LARGE, torch.float16, torch.bfloat16, torch.float32)
+    cases = drawn_problems(structure, 1000 * (FIRST + number), PROBLEMS, LARGE)  # seeds of their own: no two structures get the same sizes
+    if not cases:
+        pytest.skip(f"rows see so few keys that errors are luck: {structure}")
+    print(f"repeat with {VARIABLE}={FIRST // STRUCTURES} pytest tests/gpu/test_properties.py -k '{engine}-{number}'; {len(cases)} problems of {structure}")
+    check_problems(structure, cases, by_the_rule(structure, engine, "cuda"))

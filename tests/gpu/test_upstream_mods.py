@@ -1,0 +1,17 @@
+"""Every mask and score of torch's own FlexAttention tests and of attention-gym, forward and backward by the error rule, on a GPU."""
+
+import pytest
+import torch
+
+from tests.cases import Case
+from tests.error_rule import check
+from tests.upstream_cases import UPSTREAM_CASES
+
+ENGINES = ["triton"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", UPSTREAM_CASES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine(engine: str, case: Case, dtype: torch.dtype) -> None:
+    check(case, engine, "cuda", dtype)

@@ -1,0 +1,101 @@
+"""Tuning with a clock of our own: who is tried, who wins, where the winner is kept and who uses it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import masks, store
+from tilewise.engines.triton import run, tuning
+from tilewise.engines.triton.config import BACKWARD, SMALL, Config
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store and memories of its own."""
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
+    store._private_folder.cache_clear()
+    monkeypatch.setattr(tuning, "_found", {})
+    monkeypatch.setattr(run, "_fitting", {})
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, ...]]:
+    """Every configuration that was timed; the less keys in a tile, the quicker."""
+    found: list[tuple[Config, ...]] = []
+
+    def quickest(parts: Any, table: Any, tile: Any, time: Callable[..., float]) -> tuple[Config, ...]:
+        def watched(configs: tuple[Config, ...]) -> float:
+            found.append(configs)
+            time(configs)
+            return sum(c.n for c in configs)
+
+        return original(parts, table, tile, watched)
+
+    original = tuning.quickest
+    monkeypatch.setattr(tuning, "quickest", quickest)
+    monkeypatch.setattr(tuning, "milliseconds", lambda start: start())
+    return found
+
+
+def both_passes() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    query, key, value, bias = (torch.randn(*s, requires_grad=True) for s in ((1, 1, 20, 16), (1, 1, 20, 16), (1, 1, 20, 16), (7,)))
+    out = tw.attention(query, key, value, mask=masks.causal, score=lambda s, b, h, q, kv: s + bias[(q - kv) % 7], backend="triton")
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (query, key, value, bias))]
+
+
+def test_nothing_is_tried_unless_asked_for(tried: list[tuple[Config, ...]]) -> None:
+    both_passes()
+    assert not tried and not store.entries()
+
+
+def test_the_winner_is_kept_and_used_by_every_process(tried: list[tuple[Config, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = both_passes()
+    with tw.autotuned():
+        found = both_passes()
+        count = len(tried)
+        both_passes()
+    assert len(tried) == count > 2 and tried[0] == (SMALL,)
+    assert len(store.entries()) == 2  # of the forward and of the backward
+    tuned = [c.n for configs in tuning._found.values() for c in configs]
+    assert sorted(tuned) == [16, 16, 32]  # in the backward one number at a time is changed
+    for a, b in zip(found, wanted, strict=True):  # trials have left nothing in what is added up
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    monkeypatch.setattr(tuning, "_found", {})  # as a new process has it
+    monkeypatch.setattr(run, "_fitting", {})
+    both_passes()
+    assert len(tried) == count and sorted(c.n for configs in run._fitting.values() for c in configs) == [16, 16, 32]
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_variable_turns_it_on(value: str) -> None:
+    code = "from tilewise.engines.triton import tuning; print(tuning.is_on())"
+    ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, tuning.VARIABLE: value}, capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == str(value == "1")
+
+
+def test_what_cannot_run_is_no_candidate() -> None:
+    def time(configs: tuple[Config, ...]) -> float:
+        if configs[0].n < SMALL.n:
+            raise RuntimeError("out of something")
+        return float(configs[0].m)
+
+    winner = tuning.quickest(("forward",), (SMALL,), None, time)
+    assert winner == (SMALL._replace(m=16),)
+    assert tuning.quickest(("forward",), (SMALL,), None, lambda c: 1 / 0) == (SMALL,)
+
+
+def test_candidates_differ_in_one_number_and_share_their_warps() -> None:
+    table = (Config(32, 128, 8, 3), Config(128, 64, 8, 3))
+    found = tuning.candidates(BACKWARD, table, None)
+    assert found[0] == table and len(found) == len(set(found)) == 14
+    assert all(keys.warps == queries.warps for keys, queries in found)
+    assert all(c.m in (16, 32) and c.n in (16, 32, 64) for configs in tuning.candidates(("forward",), (Config(32, 64, 4, 2),), (32, 64)) for c in configs)
