@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tests.tiles.brute import check_map, dense_mask, elements_of
-from tilewise.tiles import build, runs
+from tilewise.tiles import build, look, runs
 
 BATCH, HEADS = 2, 2
 Expression = Callable[[Any, Any, Any, Any], Any]  # of b, h, q, kv
@@ -107,7 +107,7 @@ tiles = st.tuples(st.integers(1, 17), st.integers(1, 17))
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "ON_CPU", build.Grain(grid=20, part=7, looked=9))
-    monkeypatch.setattr(build, "CHUNK_ELEMENTS", 500)
+    monkeypatch.setattr(look, "CHUNK_ELEMENTS", 500)
     monkeypatch.setattr(runs, "LOOSE", 20)
 
 

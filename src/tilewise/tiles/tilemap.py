@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import Call, gathered, shifted
-from tilewise.tiles.build import Geometry, build
+from tilewise.tiles.build import build
+from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
+from tilewise.tiles.look import Look
 from tilewise.tiles.runs import Runs, from_entries
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -195,11 +195,11 @@ class TileMap:
         return load(Path(path))
 
 
-def from_call(call: Call, geometry: Geometry, name: str, device: torch.device | str) -> TileMap:
+def from_call(call: Call, geometry: Geometry, name: str, device: torch.device | str, look: Look | None = None) -> TileMap:
     """The map of a traced mask; the batch and head dimensions exist only if the mask uses them."""
     uses = call.program.uses
     g = replace(geometry, batch=geometry.batch if "b" in uses else 1, heads=geometry.heads if "h" in uses else 1)
-    partial, full = build(call, g)
+    partial, full = build(call, g, torch.device(device), look)
     return TileMap(g, partial.to(device), full.to(device), call, name)
 
 

@@ -12,9 +12,9 @@ from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import interpreted
 from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, prepare
+from tilewise.engines.triton.looking import kernel_map
 from tilewise.engines.triton.mods import mask_of, mod_arguments, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
-from tilewise.plan import map_of
 from tilewise.problem import Problem
 
 DECODE_ROWS, DECODE_KEYS = 64, 32  # decoding: at most so many packed rows, at least so many keys per query
@@ -143,7 +143,7 @@ def forward_kind(p: Problem) -> str:
     if len(kinds) == 1 or p.device.type == "meta":
         return kinds[0]
     small = choose("sparse", p)
-    tile_map = map_of(p, (small.m, small.n))
+    tile_map = kernel_map(p, (small.m, small.n))
     assert tile_map is not None
     computed: float = tile_map.remember("computed", lambda: 1.0 - tile_map.sparsity)
     return "sparse" if computed < SPARSE else "forward"

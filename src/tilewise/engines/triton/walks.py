@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tilewise.engines.triton.config import Config
-from tilewise.plan import map_of
+from tilewise.engines.triton.looking import kernel_map
 from tilewise.problem import Problem
 from tilewise.tiles import Geometry, Runs
 from tilewise.tiles.runs import from_entries
@@ -26,7 +26,7 @@ def row_tiles(p: Problem, config: Config) -> KernelTiles:
     """One row of the map per query tile."""
     if p.device.type == "meta":
         return _stand_in(p)
-    tile_map = map_of(p, (config.m, config.n))
+    tile_map = kernel_map(p, (config.m, config.n))
     if tile_map is None:
         return KernelTiles(-(-p.q_len // config.m), False)
 
@@ -42,7 +42,7 @@ def column_tiles(p: Problem, config: Config) -> KernelTiles:
     """One row per key tile: the transposed map."""
     if p.device.type == "meta":
         return _stand_in(p)
-    tile_map = map_of(p, (config.m, config.n))
+    tile_map = kernel_map(p, (config.m, config.n))
     if tile_map is None:
         return KernelTiles(-(-p.kv_len // config.n), False)
 
