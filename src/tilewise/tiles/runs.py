@@ -52,6 +52,14 @@ class Runs:
         new_row, run = expand(torch.arange(len(rows), device=self.device), self.offsets[:-1].long()[rows], lengths)
         return from_entries(new_row, self.start.long()[run], self.count.long()[run], len(rows))
 
+    def dense(self, columns: int) -> Tensor:
+        """[rows, columns] whether a cell is covered: every end of a run toggles it, from there on."""
+        first = self.row_of_run() * (columns + 1) + self.start
+        toggles = torch.zeros((self.rows, columns + 1), dtype=torch.int8, device=self.device)
+        ends = torch.cat([first, first + self.count])
+        toggles.view(-1).index_add_(0, ends, torch.ones_like(ends, dtype=torch.int8))
+        return torch.cumsum(toggles, 1, dtype=torch.int8)[:, :columns] & 1 != 0
+
     def transpose(self, groups: int, columns: int) -> "Runs":
         """Rows become columns within each of `groups` equal blocks of rows.
 
