@@ -170,8 +170,8 @@ def forward_launch(p: Problem, own: dict[str, Any], config: Config) -> Launch:
             **dropout_arguments(p), **mod_arguments(p),
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
-            "M": config.m, "N": config.n, **size_constants(p), "STAGES": config.stages, "MASKED_STAGES": config.masked_stages,
+            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "GIVEN": mask_is_inside(p), "SINKS": p.sinks is not None,
+            "DROPOUT": p.dropout_p > 0, "M": config.m, "N": config.n, **size_constants(p), "STAGES": config.stages, "MASKED_STAGES": config.masked_stages,
         },
         config.warps, config.stages,
     )  # fmt: skip
@@ -240,13 +240,18 @@ def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], ke
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": rows.mapped,
-            "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, **size_constants(p),
+            "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, **size_constants(p),
             "KEYS_M": keys.m, "KEYS_N": keys.n, "QUERIES_M": queries.m, "QUERIES_N": queries.n,
             "KEYS_STAGES": keys.stages, "KEYS_MASKED_STAGES": keys.masked_stages,
             "QUERIES_STAGES": queries.stages, "QUERIES_MASKED_STAGES": queries.masked_stages,
         },
         keys.warps, keys.stages,
     )  # fmt: skip
+
+
+def mask_is_inside(p: Problem) -> bool:
+    """Whether a mask decides inside the partial ones of given tiles, and only there."""
+    return p.mask is not None and p.tiles is not None and p.tiles.given
 
 
 def is_decoding(p: Problem) -> bool:
