@@ -12,7 +12,7 @@ from tilewise.plan import map_of
 from tilewise.problem import Problem
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Geometry, TileMap
 
-BLOCK = (32, 64)  # elements of the mask evaluated at a time: at most a tile of any kernel that has a mask
+BLOCK = (32, 64)  # elements of the mask evaluated at a time; a smaller tile takes as long as one of these
 TOGETHER = 4  # tiles of one program
 WARPS = 4
 
