@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped
 def test_causal_kernels_compile_and_a_second_build_does_nothing(arch: str, dim: int) -> None:
     kernels = {64: 4, 128: 5}[dim]  # forward (in two configurations), the look into tiles, sums, gradients
     first = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
-    assert first.wanted == kernels and first.compiled >= kernels  # one that does not fit is compiled again, smaller
+    looks = 1  # may be there, from another head dim: it does not depend on that
+    assert first.wanted == kernels and first.compiled >= kernels - looks  # one that does not fit is compiled again, smaller
     second = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
     assert (second.wanted, second.compiled) == (kernels, 0)
 
