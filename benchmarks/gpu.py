@@ -1,6 +1,6 @@
-"""tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding, memory, cold starts.
+"""tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [masks] [decode] [host] [memory] [cold] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
+    python benchmarks/gpu.py [dense] [masks] [decode] [host] [maps] [memory] [cold] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row and every figure is
 the median of several turns, because a card at its power limit moves by a few percent with what ran before.
@@ -28,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from common import in_subprocess
 
 import tilewise
-from tilewise import masks, scores
+from tilewise import masks, plan, scores
+from tilewise.engines.triton.looking import kernel_map
+from tilewise.problem import Options, Problem, make_problem
 
 TOKENS, WIDTH = 16384, 2048  # tokens in all; heads x head dim
 TURNS = 3
@@ -261,6 +263,47 @@ def host(args: argparse.Namespace) -> list[list[str]]:
     return table
 
 
+def maps(args: argparse.Namespace) -> list[list[str]]:
+    """Tile maps as the engine makes them before its first kernel: layouts that it has not seen."""
+    tile, count = (64, 64), 20
+    work = {
+        "causal documents (20), 16384 tokens, new every time": [
+            problem(16384, masks.causal & masks.document(documents(16384, 20))) for _ in range(count)
+        ],
+        "causal, 131072 tokens": [problem(131072, masks.causal)] * count,
+    }
+    table = [[f"tile map, tiles of {tile[0]} x {tile[1]}", "milliseconds", "peak MiB"]]
+    for name, problems in work.items():
+        kernel_map(problems[0], tile)  # compiles
+        times, peaks = zip(*(mapped(p, tile) for p in problems), strict=True)
+        table.append([name, f"{statistics.median(times):.2f}", f"{max(peaks) / 2**20:.1f}"])
+        print("  ".join(table[-1]), flush=True)
+    return table
+
+
+def mapped(p: Problem, tile: tuple[int, int]) -> tuple[float, int]:
+    """ms and bytes that a map takes which is not there yet."""
+    plan.maps.clear()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    begin = time.perf_counter()
+    kernel_map(p, tile)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3, torch.cuda.max_memory_allocated() - before
+
+
+def problem(length: int, mask: Any) -> Problem:
+    query = torch.empty(1, 1, length, 64, device="cuda", dtype=torch.bfloat16)
+    return make_problem(query, query, query, mask, None, Options())[0]
+
+
+def documents(length: int, count: int) -> Tensor:
+    """Ids of documents of random lengths."""
+    cuts = torch.randperm(length - 1)[: count - 1] + 1
+    return torch.searchsorted(cuts.sort().values, torch.arange(length), right=True).cuda()
+
+
 def handed_over(call: Callable[[], Any], count: int = 100) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -354,7 +397,8 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["dense", "masks", "decode", "host", "memory", "cold", []], help="what to measure; everything unless given")
+    names = ["dense", "masks", "decode", "host", "maps", "memory", "cold"]
+    parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
     parser.add_argument("--engine", default="triton", help="the tilewise backend to measure")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
@@ -365,7 +409,7 @@ def main() -> None:
     args.rep = 40 if args.quick else 100
     if args.quick:
         args.lengths = [8192]
-    parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "memory": memory, "cold": cold}
+    parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
     text = [f"# tilewise and its peers on a GPU\n\n{header}\n\n`python {' '.join(sys.argv)}`\n"]

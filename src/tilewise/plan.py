@@ -13,7 +13,7 @@ import torch
 
 from tilewise.lang import Call
 from tilewise.problem import Problem
-from tilewise.tiles import Geometry, Runs, TileMap, from_call
+from tilewise.tiles import Geometry, Look, Runs, TileMap, from_call
 
 CACHED_MAPS = 64
 
@@ -35,16 +35,16 @@ class MapCache:
         self._lock = threading.Lock()
         self._maps: OrderedDict[Any, _Kept] = OrderedDict()
 
-    def get(self, call: Call, geometry: Geometry, device: torch.device) -> TileMap:
+    def get(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None = None) -> TileMap:
         if any(t.is_inference() for t in call.captures):  # their changes leave no trace, so nothing may be remembered
-            return self._build(call, geometry, device)
+            return self._build(call, geometry, device, look)
         key = (call.program.text, call.ints, call.floats, tuple((id(t), t._version, t.data_ptr()) for t in call.captures), geometry, device)
         with self._lock:
             found = self._maps.get(key)
             if found is not None and all(ref() is t for ref, t in zip(found.captures, call.captures, strict=True)):
                 self._maps.move_to_end(key)
                 return TileMap(found.geometry, found.partial, found.full, call, derived=found.derived)
-        tile_map = self._build(call, geometry, device)
+        tile_map = self._build(call, geometry, device, look)
         self._keep(key, call.captures, tile_map)
         return tile_map
 
@@ -69,9 +69,9 @@ class MapCache:
             while len(self._maps) > self.size:
                 self._maps.popitem(last=False)
 
-    def _build(self, call: Call, geometry: Geometry, device: torch.device) -> TileMap:
+    def _build(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None) -> TileMap:
         self.built += 1
-        return from_call(call, geometry, "mask", device)
+        return from_call(call, geometry, "mask", device, look)
 
     def clear(self) -> None:
         with self._lock:
@@ -81,10 +81,10 @@ class MapCache:
 maps = MapCache(CACHED_MAPS)
 
 
-def map_of(problem: Problem, tile: tuple[int, int]) -> TileMap | None:
+def map_of(problem: Problem, tile: tuple[int, int], look: Look | None = None) -> TileMap | None:
     """The problem's map on tiles of this size; None where everything is attended.
 
-    A map the user gave keeps its own tiles if these do not divide them.
+    A map the user gave keeps its own tiles if these do not divide them. An engine may bring its own way to look into tiles.
     """
     given = problem.tiles
     if given is not None and (given.given or given.mask is None):
@@ -93,4 +93,4 @@ def map_of(problem: Problem, tile: tuple[int, int]) -> TileMap | None:
     if problem.mask is None:
         return None
     geometry = Geometry(problem.batch, problem.heads, problem.q_len, problem.kv_len, tile)
-    return maps.get(problem.mask, geometry, problem.device)
+    return maps.get(problem.mask, geometry, problem.device, look)

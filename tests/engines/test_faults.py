@@ -12,6 +12,8 @@ from tests.cases import CASES
 from tilewise import masks, scores
 from tilewise.engines.cpp import CppEngine
 from tilewise.engines.triton import interpreted
+from tilewise.tiles import Geometry
+from tilewise.tiles.runs import from_dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OWN = ["triton"] if DEVICE == "cuda" else ["cpp", "triton"] if interpreted() else ["cpp"]
@@ -123,6 +125,26 @@ def masks_rows(mask: Any, blind: slice) -> Tensor:
     others = torch.ones(150, dtype=torch.bool)
     others[blind] = False
     return (allowed & others[:, None]).any(0)
+
+
+@engines
+def test_row_2_given_tiles_are_full_whatever_the_mask_inside_says(engine: str) -> None:
+    """A NaN key that the mask inside hides, and a NaN query that it keeps from some keys: the others get what they would without."""
+    length, tile = 80, 32  # the last tiles end in the middle
+    states = torch.tensor([[2, 0, 2], [1, 0, 2], [2, 1, 2]], device=DEVICE)
+    call = masks.as_mask(lambda b, h, i, j: (i % 9 != 0) & (j % 5 != 0)).traced()
+    given = tw.TileMap(Geometry(1, 1, length, length, (tile, tile)), from_dense(states == 1), from_dense(states == 2), call, given=True)
+    q, k, v = tensors(1, 1, length, 16)
+    clean = run(q, k, v, engine, mask=given)
+    key, query = (0, slice(None), 40), (0, slice(None), 45)  # 40 is in a partial tile alone; 45 is in full tiles from key 64 on
+    spoilt = run(poisoned(q, query, NAN), poisoned(k, key, NAN), poisoned(v, key, NAN), engine, mask=given)
+    rows = torch.arange(length, device=DEVICE) != 45
+    for which in (0, 1, 2):  # out, lse, dq
+        assert spoilt[which][0, :, 45].isnan().all()
+        torch.testing.assert_close(spoilt[which][:, :, rows], clean[which][:, :, rows], rtol=1e-5, atol=1e-6)
+    for which in (3, 4):  # dk, dv
+        assert spoilt[which][0, :, 64:].isnan().all()
+        torch.testing.assert_close(spoilt[which][:, :, :64], clean[which][:, :, :64], rtol=1e-5, atol=1e-6)
 
 
 @engines

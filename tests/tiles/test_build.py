@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests.operations import Operations
 from tests.tiles.brute import check_map, dense_mask
 from tilewise import masks
 from tilewise.errors import InputError
-from tilewise.tiles import build, runs
+from tilewise.lang import trace_mask
+from tilewise.tiles import Geometry, TileMap, build, look, runs
 
 BATCH, HEADS = 2, 3
 LENGTHS = ((0, 0), (0, 5), (5, 0), (1, 1), (1, 70), (70, 1), (48, 48), (65, 63), (97, 130))
@@ -183,7 +185,7 @@ def grid_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Once as it is, once with so little room that cells are split and everything is done in many chunks."""
     if request.param == "coarse":
         monkeypatch.setattr(build, "ON_CPU", build.Grain(grid=20, part=30, looked=50))
-        monkeypatch.setattr(build, "CHUNK_ELEMENTS", 700)
+        monkeypatch.setattr(look, "CHUNK_ELEMENTS", 700)
         monkeypatch.setattr(runs, "LOOSE", 40)
 
 
@@ -241,6 +243,22 @@ def test_no_batch_or_no_heads() -> None:
 def test_dense_map_without_a_mask_covers_everything() -> None:
     found = tw.tile_map(None, q_len=20, kv_len=30, tile=(16, 16))
     assert (found.full_tiles, found.partial_tiles) == (4, 0)
+
+
+def test_a_look_that_sees_every_tile_needs_few_operations() -> None:
+    ids = documents(16384, 20)
+    wanted = tw.tile_map(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), q_len=16384, kv_len=16384, tile=(64, 64))
+    states = wanted.dense().flatten()
+
+    def seen(geometry: Geometry, numbers: Tensor) -> Tensor:
+        assert torch.equal(numbers, torch.arange(geometry.total))
+        return states
+
+    call = trace_mask(lambda b, h, q, kv: q >= kv)  # nobody evaluates it
+    with Operations() as made:
+        partial, full = build.build(call, wanted.geometry, torch.device("cpu"), seen)
+    assert TileMap(wanted.geometry, partial, full, wanted.mask, wanted.name) == wanted
+    assert made.seen.total() <= 40, made.seen
 
 
 def test_what_tile_map_refuses() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilewise.tiles.runs import Runs, from_dense, from_entries, joined, of_blocks, trimmed
+from tilewise.tiles.runs import Runs, from_dense, from_entries, from_sets, joined, of_blocks, trimmed
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (6, 8), (17, 5)]
 
@@ -34,9 +34,20 @@ matrices = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(0, 10),
 def test_from_dense(cells: Tensor) -> None:
     runs = from_dense(cells)
     assert torch.equal(matrix(runs, cells.shape[1]), cells)
+    assert torch.equal(runs.dense(cells.shape[1]), cells)
     assert runs.total() == int(cells.sum())
     row, column = runs.cells()
     assert torch.equal(torch.stack([row, column], 1), cells.nonzero())
+
+
+@given(st.lists(matrices, min_size=2, max_size=3))
+def test_from_sets(parts: list[Tensor]) -> None:
+    """Sets of one shape, found together."""
+    rows, columns = (min(t.shape[d] for t in parts) for d in (0, 1))
+    cells = [t[:rows, :columns] for t in parts]
+    for found, alone in zip(from_sets(torch.stack(cells)), cells, strict=True):
+        assert torch.equal(matrix(found, columns), alone)
+        assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (found.offsets, found.start, found.count))
 
 
 @given(matrices)

@@ -17,7 +17,7 @@ import tilewise as tw
 from tests.tiles.brute import check_map, check_runs, dense_mask, elements_of, states_of
 from tilewise import masks
 from tilewise.errors import InputError
-from tilewise.tiles import EMPTY, Geometry, TileMap, draw, from_block_mask
+from tilewise.tiles import EMPTY, Geometry, TileMap, draw, from_block_mask, tilemap
 from tilewise.tiles.runs import from_dense
 from tilewise.tiles.storage import FORMAT
 
@@ -435,7 +435,9 @@ def test_flops_of_a_map_that_stands_for_all_heads() -> None:
     assert tw.tile_map(masks.document(torch.zeros(0, dtype=torch.int64)), q_len=0, kv_len=0).flops(64) == 0
 
 
-def test_transpose_of_a_map() -> None:
+@pytest.mark.parametrize("dense", [0, tilemap.DENSE_ON_CPU], ids=["by runs", "as a matrix"])
+def test_transpose_of_a_map(dense: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilemap, "DENSE_ON_CPU", dense)
     found = varied_map()
     states = found.dense().transpose(2, 3).flatten(0, 2)
     for runs, state in zip(found.transpose(), (1, 2), strict=True):

@@ -2,21 +2,24 @@
 
 1. The plane of tiles is cut into a coarse grid. The mask's interval on each cell says: empty, full or undecided.
 2. Undecided cells are split in four until they are single tiles. A causal map costs its boundary, not its area.
-3. Of the tiles still undecided, a few points show most to be partial (one allowed, one not). The rest are evaluated.
+3. The tiles still undecided are looked into.
+
+An engine may bring its own look. One that evaluates the mask in a kernel sees every tile of a small map in less time than bounds
+take to be started on a GPU, so those do without.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.lang import Bounds, Call, Interval, evaluate, point, steps
-from tilewise.tiles.runs import Pile, Runs, from_dense
+from tilewise.lang import Bounds, Call, Interval, point, steps
+from tilewise.tiles.geometry import FULL, PARTIAL, Cells, Geometry
+from tilewise.tiles.look import Look, TorchLook
+from tilewise.tiles.runs import Pile, Runs, from_dense, from_sets
 
-CHUNK_ELEMENTS = 2**22  # mask elements evaluated at a time
-SAMPLES = (4, 16)  # points per axis that are tried before a tile is evaluated whole
+SEEN_WHOLE = 2**32  # mask elements that a kernel evaluates in the time of some hundred launches
 
 
 class Grain(NamedTuple):
@@ -32,56 +35,6 @@ class Grain(NamedTuple):
 ON_CPU, ON_GPU = Grain(2**14, 2**12, 2**9), Grain(2**16, 2**16, 2**16)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """What a map covers: batch and heads are 1 where the mask does not depend on them."""
-
-    batch: int
-    heads: int
-    q_len: int
-    kv_len: int
-    tile: tuple[int, int]
-
-    @property
-    def q_tiles(self) -> int:
-        return -(-self.q_len // self.tile[0])
-
-    @property
-    def kv_tiles(self) -> int:
-        return -(-self.kv_len // self.tile[1])
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.heads * self.q_tiles
-
-    @property
-    def total(self) -> int:
-        return self.rows * self.kv_tiles
-
-
-@dataclass(frozen=True)
-class Cells:
-    """Squares of 2^k x 2^k tiles, by batch, head and position in units of their own size."""
-
-    b: Tensor
-    h: Tensor
-    q: Tensor
-    kv: Tensor
-
-    def __len__(self) -> int:
-        return len(self.b)
-
-    def pick(self, which: Tensor) -> "Cells":
-        """Those where the condition holds."""
-        at = which.nonzero().squeeze(1)
-        return Cells(*(t.index_select(0, at) for t in (self.b, self.h, self.q, self.kv)))
-
-    def parts(self, size: int) -> "Iterator[Cells]":
-        """The cells in parts of at most this size."""
-        for at in range(0, len(self), size):
-            yield Cells(*(t[at : at + size] for t in (self.b, self.h, self.q, self.kv)))
-
-
 def device_of(call: Call) -> torch.device:
     """Where a map is computed: with the captured tensors, else on the CPU."""
     for capture in call.captures:
@@ -90,22 +43,27 @@ def device_of(call: Call) -> torch.device:
     return torch.device("cpu")
 
 
-def build(call: Call, geometry: Geometry) -> tuple[Runs, Runs]:
-    """The partial and the full tiles of a mask."""
+def build(call: Call, geometry: Geometry, device: torch.device, look: Look | None = None) -> tuple[Runs, Runs]:
+    """The partial and the full tiles of a mask. A look that is brought along works on the device."""
+    if look is not None and geometry.elements <= SEEN_WHOLE:
+        states = look(geometry, torch.arange(geometry.total, device=device)).view(geometry.rows, geometry.kv_tiles)
+        partial, full = from_sets(torch.stack([states == PARTIAL, states == FULL]))
+        return partial, full
     dense = dense_capture(call, (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len))
     if dense is not None:
         return of_dense(dense, geometry)
-    return _Builder(call, geometry).build()
+    return _Builder(call, geometry, device_of(call) if look is None else device, look).build()
 
 
 class _Builder:
-    def __init__(self, call: Call, geometry: Geometry) -> None:
+    def __init__(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None) -> None:
         self.geometry = geometry
-        self.device = device_of(call)
-        self.call = replace(call, captures=tuple(t.to(self.device) for t in call.captures))
-        self.grain = ON_CPU if self.device.type == "cpu" else ON_GPU
-        self.bounds = Bounds(call, self.device)
-        self.partial, self.full = Pile(self.device), Pile(self.device)
+        self.device = device
+        self.grain = ON_CPU if device.type == "cpu" else ON_GPU
+        call = replace(call, captures=tuple(t.to(device) for t in call.captures))
+        self.look = TorchLook(call, self.grain.looked) if look is None else look
+        self.bounds = Bounds(call, device)
+        self.partial, self.full = Pile(device), Pile(device)
 
     def build(self) -> tuple[Runs, Runs]:
         g = self.geometry
@@ -172,35 +130,11 @@ class _Builder:
         self.full.add(rows.masked_select(inside), first.masked_select(inside), (last - first).masked_select(inside))
 
     def _decide(self, tiles: Cells) -> None:
-        """Look into tiles that bounds leave open: at some points, which mostly show that a tile is partial, then at all."""
-        for points in (*SAMPLES, max(self.geometry.tile)):
-            places = (torch.linspace(0, n - 1, min(points, n), dtype=torch.float64, device=self.device).round().long() for n in self.geometry.tile)
-            some, every = self._look(tiles, *places)
-            self._add(self.partial, tiles.pick(some & ~every))
-            tiles, allowed = tiles.pick(some == every), every[some == every]
-            if len(tiles) == 0:
-                return
-        self._add(self.full, tiles.pick(allowed))
-
-    def _add(self, pile: Pile, tiles: Cells) -> None:
-        g = self.geometry
-        pile.add((tiles.b * g.heads + tiles.h) * g.q_tiles + tiles.q, tiles.kv, torch.ones_like(tiles.kv))
-
-    def _look(self, tiles: Cells, q_places: Tensor, kv_places: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether any, and whether every, of the given places within each tile is allowed; some tiles at a time."""
-        together = max(1, min(self.grain.looked, CHUNK_ELEMENTS // (len(q_places) * len(kv_places))))
-        some, every = zip(*(self._evaluate(part, q_places, kv_places) for part in tiles.parts(together)), strict=True)
-        return torch.cat(some), torch.cat(every)
-
-    def _evaluate(self, tiles: Cells, q_places: Tensor, kv_places: Tensor) -> tuple[Tensor, Tensor]:
-        """Places past the end count as the last one, which changes neither answer."""
-        g = self.geometry
-        q = (tiles.q[:, None] * g.tile[0] + q_places).clamp(max=g.q_len - 1)
-        kv = (tiles.kv[:, None] * g.tile[1] + kv_places).clamp(max=g.kv_len - 1)
-        inputs = {"b": tiles.b[:, None, None], "h": tiles.h[:, None, None], "q": q[:, :, None], "kv": kv[:, None, :]}
-        allowed = torch.as_tensor(evaluate(self.call, inputs), device=self.device)
-        allowed = allowed.expand(len(tiles.b), len(q_places), len(kv_places))
-        return allowed.flatten(1).any(1), allowed.flatten(1).all(1)
+        """Look into tiles that bounds leave open."""
+        states = self.look(self.geometry, tiles.numbers(self.geometry))
+        for pile, state in ((self.partial, PARTIAL), (self.full, FULL)):
+            found = tiles.pick(states == state)
+            pile.add((found.b * self.geometry.heads + found.h) * self.geometry.q_tiles + found.q, found.kv, torch.ones_like(found.kv))
 
 
 def dense_capture(call: Call, sizes: tuple[int, int, int, int]) -> Tensor | None:
@@ -243,4 +177,5 @@ def of_dense(mask: Tensor, geometry: Geometry) -> tuple[Runs, Runs]:
         empty = torch.zeros((g.rows, g.kv_tiles), dtype=torch.bool, device=mask.device)
         return from_dense(empty), from_dense(empty)
     any_, all_ = (torch.stack(s, 2).reshape(g.rows, g.kv_tiles) for s in (some, every))
-    return from_dense(any_ & ~all_), from_dense(all_)
+    partial, full = from_sets(torch.stack([any_ & ~all_, all_]))
+    return partial, full

@@ -52,6 +52,14 @@ class Runs:
         new_row, run = expand(torch.arange(len(rows), device=self.device), self.offsets[:-1].long()[rows], lengths)
         return from_entries(new_row, self.start.long()[run], self.count.long()[run], len(rows))
 
+    def dense(self, columns: int) -> Tensor:
+        """[rows, columns] whether a cell is covered: every end of a run toggles it, from there on."""
+        first = self.row_of_run() * (columns + 1) + self.start
+        toggles = torch.zeros((self.rows, columns + 1), dtype=torch.int8, device=self.device)
+        ends = torch.cat([first, first + self.count])
+        toggles.view(-1).index_add_(0, ends, torch.ones_like(ends, dtype=torch.int8))
+        return torch.cumsum(toggles, 1, dtype=torch.int8)[:, :columns] & 1 != 0
+
     def transpose(self, groups: int, columns: int) -> "Runs":
         """Rows become columns within each of `groups` equal blocks of rows.
 
@@ -144,13 +152,18 @@ class Pile:
 
 def from_dense(cells: Tensor) -> Runs:
     """Runs of a boolean [rows, columns] matrix."""
-    rows = cells.shape[0]
-    edge = torch.zeros((rows, 1), dtype=torch.int8, device=cells.device)
-    padded = torch.cat([edge, cells.to(torch.int8), edge], 1)
-    change = padded[:, 1:] - padded[:, :-1]
-    row, start = (change == 1).nonzero(as_tuple=True)
-    stop = (change == -1).nonzero(as_tuple=True)[1]
-    return Runs(offsets_of(row, rows), start.int(), (stop - start).int())
+    return from_sets(cells[None])[0]
+
+
+def from_sets(cells: Tensor) -> tuple[Runs, ...]:
+    """Runs of several sets of cells, boolean [sets, rows, columns]: those of all are found together, in few operations."""
+    padded = torch.nn.functional.pad(cells, (1, 1))
+    ends = padded[..., 1:] != padded[..., :-1]  # where runs begin and, one past their last cell, end
+    found = ends.nonzero()[:, 2].view(-1, 2).t().to(torch.int32, memory_format=torch.contiguous_format)
+    start, count = found[0], found[1] - found[0]
+    offsets = torch.nn.functional.pad(torch.cumsum(ends.sum(2) // 2, 1), (1, 0)).int()
+    sizes = offsets[:, -1].tolist()
+    return tuple(Runs(*parts) for parts in zip(offsets.unbind(), start.split(sizes), count.split(sizes), strict=True))
 
 
 def offsets_of(row: Tensor, rows: int) -> Tensor:

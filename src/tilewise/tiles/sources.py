@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import Call, name_of, trace_mask
 from tilewise.masks import Mask
-from tilewise.tiles.build import Geometry
+from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.errors import InputError
 from tilewise.lang import INDICES, Call, parse
 from tilewise.lang.types import NAME_OF
-from tilewise.tiles.build import Geometry
+from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, ordered
 
 if TYPE_CHECKING:

@@ -10,10 +10,14 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import Call, gathered, shifted
-from tilewise.tiles.build import Geometry, build
-from tilewise.tiles.runs import Runs, from_entries
+from tilewise.tiles.build import build
+from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
+from tilewise.tiles.look import Look
+from tilewise.tiles.runs import Runs, from_entries, from_sets
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
+# Tiles of a map that is sooner transposed as a matrix, in few operations, than by its runs, with little work. On a CPU, as many as torch
+# leaves to one thread.
+DENSE_ON_CPU, DENSE_ON_GPU = 2**14, 2**22
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,10 +100,8 @@ class TileMap:
     def dense(self) -> Tensor:
         """(batch, heads, query tiles, key tiles) of 0 empty, 1 partial, 2 full; for drawing and small maps."""
         g = self.geometry
-        states = torch.zeros((g.rows, g.kv_tiles), dtype=torch.uint8, device=self.device)
-        for runs, state in ((self.partial, PARTIAL), (self.full, FULL)):
-            states[runs.cells()] = state
-        return states.view(g.batch, g.heads, g.q_tiles, g.kv_tiles)
+        partial, full = (runs.dense(g.kv_tiles).to(torch.uint8) for runs in (self.partial, self.full))
+        return (partial * PARTIAL + full * FULL).view(g.batch, g.heads, g.q_tiles, g.kv_tiles)
 
     # -- other maps from it ------------------------------------------------------------------------------------------
 
@@ -107,6 +109,11 @@ class TileMap:
         """For every (b, h, key tile) its partial and full query tiles, as the backward walks them."""
         g = self.geometry
         groups = g.batch * g.heads
+        if g.total <= (DENSE_ON_CPU if self.device.type == "cpu" else DENSE_ON_GPU):
+            cells = torch.stack([runs.dense(g.kv_tiles) for runs in (self.partial, self.full)])
+            cells = cells.unflatten(1, (groups, g.q_tiles)).transpose(2, 3).reshape(2, groups * g.kv_tiles, g.q_tiles)
+            partial, full = from_sets(cells)
+            return partial, full
         return self.partial.transpose(groups, g.kv_tiles), self.full.transpose(groups, g.kv_tiles)
 
     def to(self, device: torch.device | str) -> "TileMap":
@@ -195,11 +202,11 @@ class TileMap:
         return load(Path(path))
 
 
-def from_call(call: Call, geometry: Geometry, name: str, device: torch.device | str) -> TileMap:
+def from_call(call: Call, geometry: Geometry, name: str, device: torch.device | str, look: Look | None = None) -> TileMap:
     """The map of a traced mask; the batch and head dimensions exist only if the mask uses them."""
     uses = call.program.uses
     g = replace(geometry, batch=geometry.batch if "b" in uses else 1, heads=geometry.heads if "h" in uses else 1)
-    partial, full = build(call, g)
+    partial, full = build(call, g, torch.device(device), look)
     return TileMap(g, partial.to(device), full.to(device), call, name)
 
 

@@ -36,7 +36,7 @@ def finish(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_dk, p_dv, p_sum, p_unsound, p_seed, s_q, s_k, s_v, s_do, s_dq, s_dk, s_dv,
     rows, s_rows, n_rows, columns, s_columns, n_columns,  # the map by query tiles and by key tiles
     n_query_programs, n_heads, ratio, n_q, n_kv, n_padded, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr,
     ROWS_M: tl.constexpr, ROWS_N: tl.constexpr, COLUMNS_M: tl.constexpr, COLUMNS_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr, D_SUM: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def finish(
                 p_q + i_b * s_q[0] + i_h * s_q[1], p_k + i_b * s_k[0] + (i_h // ratio) * s_k[1], p_v + i_b * s_v[0] + (i_h // ratio) * s_v[1],
                 p_do + i_b * s_do[0] + i_h * s_do[1], p_lse + o_bh, p_delta + o_bh, p_dq, p_seed, s_q, s_k, s_v, s_do, s_dq,
                 rows, i_b * s_rows[0] + i_h * s_rows[1] + i_tile, i_b, i_h, i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-                MASK, SCORE, SLOPE, MAPPED, DROPOUT, ROWS_M, ROWS_N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, ROWS_M, ROWS_N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
     else:
         pid -= n_query_programs
         if (tl.load(p_unsound + 2 * pid) | tl.load(p_unsound + 2 * pid + 1)) != 0:
@@ -68,7 +68,7 @@ def finish(
                 p_q, p_k + i_b * s_k[0] + i_hk * s_k[1], p_v + i_b * s_v[0] + i_hk * s_v[1], p_do, p_lse, p_delta,
                 p_dk + i_b * s_dk[0] + i_hk * s_dk[1], p_dv + i_b * s_dv[0] + i_hk * s_dv[1], p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
                 columns, s_columns, i_b, i_hk, i_tile, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-                MASK, SCORE, SLOPE, MAPPED, DROPOUT, COLUMNS_M, COLUMNS_N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, COLUMNS_M, COLUMNS_N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit

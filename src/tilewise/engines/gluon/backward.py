@@ -142,14 +142,14 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
         i_h = i_hk * ratio + g
         if MAPPED:
             at = row + g * s_tiles[1]
-            for run in range(uniform(gl.load(tiles[3] + at)), uniform(gl.load(tiles[3] + at + 1))):
+            for run in range(uniform(gl.load(tiles[3] + 3 * at + 1)), uniform(gl.load(tiles[3] + 3 * at + 3))):  # masked
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
                     send_queries(queries, it, i_h, i_q, 1, C)
                     it += 1
-            for run in range(uniform(gl.load(tiles[6] + at)), uniform(gl.load(tiles[6] + at + 1))):
-                start = uniform(gl.load(tiles[7] + run))
-                for i_q in range(start, start + uniform(gl.load(tiles[8] + run))):
+            for run in range(uniform(gl.load(tiles[3] + 3 * at)), uniform(gl.load(tiles[3] + 3 * at + 1))):
+                start = uniform(gl.load(tiles[4] + run))
+                for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
                     send_queries(queries, it, i_h, i_q, cut, C)
                     it += 1
         else:

@@ -46,7 +46,7 @@ V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
 @gluon.jit
 def forward(
     q_desc, k_desc, v_desc, o_desc, p_lse, p_highest, p_counter, p_sinks, p_seed,
-    tiles, s_tiles,  # (order, tiles, partial ones, partial offsets, start, count, full offsets, start, count), (batch, head) strides in rows
+    tiles, s_tiles,  # (order, tiles and masked tiles of each row, offsets, start, count: see triton/steps.py), (batch, head) strides in rows
     n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, scale, keep_scale, threshold, mask, score,
     MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -138,14 +138,14 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
             if steps == 0:
                 send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, 0, C)
             started = it
-            for run in range(uniform(gl.load(tiles[3] + row)), uniform(gl.load(tiles[3] + row + 1))):
+            for run in range(uniform(gl.load(tiles[3] + 3 * row + 1)), uniform(gl.load(tiles[3] + 3 * row + 3))):  # masked
                 start = uniform(gl.load(tiles[4] + run))
                 for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
                     send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C)
                     it += 1
-            for run in range(uniform(gl.load(tiles[6] + row)), uniform(gl.load(tiles[6] + row + 1))):
-                start = uniform(gl.load(tiles[7] + run))
-                for i_kv in range(start, start + uniform(gl.load(tiles[8] + run))):
+            for run in range(uniform(gl.load(tiles[3] + 3 * row)), uniform(gl.load(tiles[3] + 3 * row + 1))):
+                start = uniform(gl.load(tiles[4] + run))
+                for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
                     send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C)
                     it += 1
         else:

@@ -10,7 +10,7 @@ from tilewise.engines.triton.careful import forward_rows
 def mend_forward(
     p_q, p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, s_tiles,
     n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """One program per query tile: rows whose lse is NaN are unsound, and so is what lies in their tile."""
@@ -23,4 +23,4 @@ def mend_forward(
             p_q + i_b * s_q[0] + i_h * s_q[1], p_k + i_b * s_k[0] + (i_h // ratio) * s_k[1], p_v + i_b * s_v[0] + (i_h // ratio) * s_v[1],
             p_out + i_b * s_out[0] + i_h * s_out[1], p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles,
             i_b * s_tiles[0] + i_h * s_tiles[1] + i_tile, i_b, i_h, i_bh, i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, MAPPED, SINKS, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+            MASK, SCORE, MAPPED, GIVEN, SINKS, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip

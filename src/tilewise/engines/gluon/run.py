@@ -15,7 +15,7 @@ from tilewise.engines.triton.config import Config, padded
 from tilewise.engines.triton.driver import current_stream
 from tilewise.engines.triton.launch import Described, Interpreted, Launch, Prepared, prepare
 from tilewise.engines.triton.mods import mask_of, mod_arguments, score_of, slope_of
-from tilewise.engines.triton.run import dropout_arguments, prepared, seed_of, shape_arguments, strides
+from tilewise.engines.triton.run import dropout_arguments, mask_is_inside, prepared, seed_of, shape_arguments, strides
 from tilewise.engines.triton.walks import KernelTiles, column_tiles, row_tiles
 from tilewise.problem import Problem
 
@@ -159,7 +159,7 @@ def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         min(items, processors(p.device)),
         own,
         {
-            "tiles": tiles.with_counts, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.heads,
+            "tiles": counted(tiles), "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.heads,
             "n_group": heads_at_a_time(p, tiles.mapped) * (p.heads // p.kv_heads), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
         },
         {
@@ -183,8 +183,9 @@ def mend_forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             **dropout_arguments(p), **mod_arguments(p),
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
-            "ROWS": padded(m), "M": m, "N": n, "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim,
+            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "GIVEN": mask_is_inside(p),
+            "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0, "ROWS": padded(m), "M": m, "N": n,
+            "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim,
         },
         4, 1,
     )  # fmt: skip
@@ -214,7 +215,7 @@ def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         p.batch * p.kv_heads * tiles.count,
         own,
         {
-            "tiles": tiles.with_counts, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.kv_heads,
+            "tiles": counted(tiles), "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.kv_heads,
             "n_group": heads_at_a_time(p, tiles.mapped), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
         },
         {
@@ -240,12 +241,22 @@ def finish_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             **dropout_arguments(p), **mod_arguments(p),
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": rows.mapped, "DROPOUT": p.dropout_p > 0,
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": rows.mapped, "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0,
             "ROWS_M": rows_tile[0], "ROWS_N": rows_tile[1], "COLUMNS_M": columns_tile[0], "COLUMNS_N": columns_tile[1],
             "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim, "D_SUM": backward_cut(p).d,
         },
         4, 1,
     )  # fmt: skip
+
+
+def counted(tiles: KernelTiles) -> tuple[Any, ...]:
+    """A map with how many tiles each row has, and how many of them are masked, behind the order of the rows."""
+    order, offsets, start, count = tiles.tensors
+    if not tiles.mapped or order.device.type == "meta":
+        return (order, order, order, offsets, start, count)
+    before = torch.nn.functional.pad(torch.cumsum(count, 0), (1, 0)).int()  # tiles before each run
+    at = before.index_select(0, offsets)  # tiles before each kind of runs of each row: full, cut, partial
+    return (order, at[::3].diff(), at[3::3] - at[1::3], offsets, start, count)
 
 
 def processors(device: torch.device) -> int:

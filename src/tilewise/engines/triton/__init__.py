@@ -40,8 +40,6 @@ class TritonEngine(Engine):
             tile = problem.tiles.tile
             if any([side % LEAST_TILE for side in tile]):
                 return f"it needs given tiles that are multiples of {LEAST_TILE}, got {tile}"
-            if problem.mask is not None and (problem.q_len % tile[0] or problem.kv_len % tile[1]):
-                return f"it needs lengths that given tiles with a mask inside divide, got {problem.q_len} and {problem.kv_len} for tiles of {tile}"
         return None
 
     def forward(self, problem: Problem) -> Output:

@@ -8,7 +8,9 @@ from tilewise.engines.base import like_query
 from tilewise.engines.triton import fixed_point, run
 from tilewise.engines.triton.config import BACKWARD, Config, all_smaller, choose
 from tilewise.engines.triton.launch import Launch, parts_of, request_of
+from tilewise.engines.triton.looking import BLOCK, classify_launch
 from tilewise.problem import Problem
+from tilewise.tiles import Geometry
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
 LEAST_SHARED = 99 * 1024
@@ -26,7 +28,15 @@ def forward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
             _ladder(p, run.DECODE, lambda c: run.split_launch(p, given | shares | seed, splits, *c)),
             lambda: [run.combine_launch(p, shares | out, splits)],
         ]
-    return [_ladder(p, (kind,), lambda c: run.forward_launch(p, given | out | seed, *c)) for kind in run.forward_kinds(p)]
+    return [_ladder(p, (kind,), lambda c: run.forward_launch(p, given | out | seed, *c)) for kind in run.forward_kinds(p)] + map_launches(p)
+
+
+def map_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
+    """What makes the problem's tile map, the backward's too."""
+    if p.mask is None or (p.tiles is not None and p.tiles.given):
+        return []
+    own = {"p_states": torch.empty(1, dtype=torch.int8, device=p.device), "p_tiles": torch.empty(1, dtype=torch.int64, device=p.device)}
+    return [lambda: [classify_launch(p, Geometry(p.batch, p.heads, p.q_len, p.kv_len, BLOCK), own)]]
 
 
 def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], list[Launch]]]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewise.engines.triton import config
 from tilewise.engines.triton.careful import key_rows, query_rows, weightless
-from tilewise.engines.triton.steps import final_scores, kept, load_rows, run_of, store_rows, unit, unsound
+from tilewise.engines.triton.steps import final_scores, full_runs, kept, load_rows, mask_decides, masked_runs, run_of, store_rows, unit, unsound
 
 
 @triton.jit
@@ -86,7 +86,8 @@ def gradients(
     s_q, s_k, s_v, s_do, s_dq, s_dk, s_dv,
     columns, s_columns, n_columns, rows, s_rows, n_rows,  # the map by key tiles and by query tiles, strides and counts as in the forward
     n_key_programs, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr,
+    DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     KEYS_M: tl.constexpr, KEYS_N: tl.constexpr, QUERIES_M: tl.constexpr, QUERIES_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     KEYS_STAGES: tl.constexpr, KEYS_MASKED_STAGES: tl.constexpr, QUERIES_STAGES: tl.constexpr, QUERIES_MASKED_STAGES: tl.constexpr,
@@ -96,13 +97,13 @@ def gradients(
         keys(
             pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
             columns, s_columns, n_columns, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, SLOPE, MAPPED, DROPOUT, FOLDED, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
+            MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
             KEYS_STAGES, KEYS_MASKED_STAGES)  # fmt: skip
     else:
         queries(
             pid - n_key_programs, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, rows, s_rows, n_rows,
             n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, SLOPE, SCATTER, MAPPED, DROPOUT, QUERIES_M, QUERIES_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
+            MASK, SCORE, SLOPE, SCATTER, MAPPED, GIVEN, DROPOUT, QUERIES_M, QUERIES_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
             QUERIES_STAGES, QUERIES_MASKED_STAGES)  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def gradients(
 def keys(
     pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, n_tiles,
     n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +133,7 @@ def keys(
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     b_dk, b_dv = keys_walk(
         b_k, b_v, p_q, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
-        scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, MAPPED, DROPOUT, FOLDED,
+        scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED,
         M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     p_k += i_b * s_k[0] + i_hk * s_k[1]
     p_v += i_b * s_v[0] + i_hk * s_v[1]
@@ -144,14 +145,14 @@ def keys(
         key_rows(
             p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, i_b, i_hk, i_kv,
             n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+            MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit
 def keys_walk(
     b_k, b_v, p_q, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
     scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -167,30 +168,33 @@ def keys_walk(
         o_bh = (i_b * n_heads + i_h).to(tl.int64) * n_q
         if MAPPED:
             row = i_b * s_tiles[0] + i_h * s_tiles[1] + i_kv
-            for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
-                start, stop = run_of(tiles[5], tiles[6], run)
+            first, last = full_runs(tiles, row)
+            for run in range(first, last):
+                start, stop = run_of(tiles, run)
                 for i_q in tl.range(start, stop, num_stages=STAGES):
                     b_dk, b_dv = keys_step(
                         b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
-                        n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                        n_q, n_kv, -1, scale, keep_scale, threshold, mask, score,
                         MASK, SCORE, SLOPE, False, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-            for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
-                start, stop = run_of(tiles[2], tiles[3], run)
+            first, last = masked_runs(tiles, row)
+            for run in range(first, last):
+                start, stop = run_of(tiles, run)
+                decides = mask_decides(tiles, row, run, GIVEN)
                 for i_q in tl.range(start, stop, num_stages=MASKED_STAGES):
                     b_dk, b_dv = keys_step(
                         b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
-                        n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                        n_q, n_kv, decides, scale, keep_scale, threshold, mask, score,
                         MASK, SCORE, SLOPE, True, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         else:
             for i_q in tl.range(0, n_q // M, num_stages=STAGES):
                 b_dk, b_dv = keys_step(
                     b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
-                    n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                    n_q, n_kv, -1, scale, keep_scale, threshold, mask, score,
                     None, SCORE, SLOPE, False, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             if n_q % M != 0:
                 b_dk, b_dv = keys_step(
                     b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, n_q // M, o_kv,
-                    n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                    n_q, n_kv, -1, scale, keep_scale, threshold, mask, score,
                     None, SCORE, SLOPE, True, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     return b_dk, b_dv
 
@@ -198,7 +202,7 @@ def keys_walk(
 @triton.jit
 def keys_step(
     b_k, b_v, b_w, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-    scale, keep_scale, threshold, mask, score,
+    decides, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -215,9 +219,9 @@ def keys_step(
     seen_q = tl.minimum(o_q, n_q - 1)[None, :]
     if FOLDED and SLOPE is None:  # no score, or one that only adds: the shift is -lse / scale, before it
         b_s = shifted(b_raw, b_w, p_lse_parts, o_bh + first, n_left, M, UPCAST, MASKED)
-        b_s = final_scores_t(b_s, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+        b_s = final_scores_t(b_s, scale, i_b, i_h, seen_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     else:
-        b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+        b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     if MASKED and SCORE is not None:  # queries past the end have no lse to keep their scores small
         b_s = tl.where((o_q < n_q)[None, :], b_s, float("-inf"))
     b_s = b_s * unit(scale, SCORE)
@@ -253,7 +257,7 @@ def keys_step(
 def queries(
     pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, tiles, s_tiles, n_tiles,
     n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -279,7 +283,7 @@ def queries(
     p_v += i_b * s_v[0] + (i_h // ratio) * s_v[1]
     b_dq = queries_walk(
         b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, score_g, tiles, row, i_b, i_h, o_q, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-        MASK, SCORE, SLOPE, SCATTER, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
+        MASK, SCORE, SLOPE, SCATTER, MAPPED, GIVEN, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     p_dq += i_b * s_dq[0] + i_h * s_dq[1]
     store_rows(p_dq + first * s_dq[2], s_dq, b_dq * scale, n_left, M, D, D_TRUE)
     if unsound(b_dq):
@@ -287,47 +291,50 @@ def queries(
         query_rows(
             p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_do + i_b * s_do[0] + i_h * s_do[1], p_lse + o_bh, p_delta + o_bh, p_dq, p_seed,
             s_q, s_k, s_v, s_do, s_dq, tiles, row, i_b, i_h, i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, SLOPE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+            MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit
 def queries_walk(
     b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, score_g, tiles, row, i_b, i_h, o_q, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ / scale of the query tile, summed over its key tiles."""
     b_dq = tl.zeros([M, D], tl.float32)
     if MAPPED:
-        for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
-            start, stop = run_of(tiles[5], tiles[6], run)
+        first, last = full_runs(tiles, row)
+        for run in range(first, last):
+            start, stop = run_of(tiles, run)
             for i_kv in tl.range(start, stop, num_stages=STAGES):
                 b_dq = queries_step(
-                    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, -1, scale, keep_scale, threshold,
                     mask, score, MASK, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-        for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
-            start, stop = run_of(tiles[2], tiles[3], run)
+        first, last = masked_runs(tiles, row)
+        for run in range(first, last):
+            start, stop = run_of(tiles, run)
+            decides = mask_decides(tiles, row, run, GIVEN)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
                 b_dq = queries_step(
-                    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, decides, scale, keep_scale, threshold,
                     mask, score, MASK, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     else:
         for i_kv in tl.range(0, n_kv // N, num_stages=STAGES):
             b_dq = queries_step(
-                b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold,
+                b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, -1, scale, keep_scale, threshold,
                 mask, score, None, SCORE, SLOPE, SCATTER, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         if n_kv % N != 0:
             b_dq = queries_step(
-                b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, n_kv // N, n_q, n_kv, scale, keep_scale, threshold,
+                b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, n_kv // N, n_q, n_kv, -1, scale, keep_scale, threshold,
                 mask, score, None, SCORE, SLOPE, SCATTER, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     return b_dq
 
 
 @triton.jit
 def queries_step(
-    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    b_q, b_do, b_lse, b_delta, b_dq, p_k, p_v, s_k, s_v, p_seed, score_g, i_b, i_h, o_q, i_kv, n_q, n_kv, decides, scale, keep_scale, threshold,
+    mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -341,7 +348,7 @@ def queries_step(
     o_kv = i_kv * N + tl.arange(0, N)
     b_raw = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
     i_q = tl.minimum(o_q, n_q - 1)[:, None]
-    b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+    b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse[:, None])
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if DROPOUT:
@@ -364,11 +371,11 @@ def queries_step(
 
 
 @triton.jit
-def final_scores_t(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
+def final_scores_t(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
     """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their sums are not stored."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
     if SCORE is not None:
         b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
     if MASKED and MASK is not None:
-        b_s = tl.where(MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) >= 0, b_s, float("-inf"))
+        b_s = tl.where((MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & decides) >= 0, b_s, float("-inf"))
     return b_s

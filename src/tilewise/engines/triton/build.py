@@ -10,14 +10,14 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilewise.engines.triton import backward, decode, forward
+from tilewise.engines.triton import backward, classify, decode, forward
 from tilewise.engines.triton.driver import TENSOR_MAP
 from tilewise.engines.triton.launch import Block, Request
 from tilewise.engines.triton.modules import Generated
 
 FUNCTIONS = {
     "forward": forward.forward, "split": decode.split, "combine": decode.combine,
-    "sums": backward.sums, "gradients": backward.gradients,
+    "sums": backward.sums, "gradients": backward.gradients, "classify": classify.classify,
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 
@@ -47,7 +47,9 @@ def compiled(request: Request) -> dict[str, bytes]:
     fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = source_class(function)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
     # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
-    wide = any(kind.startswith("*fp32") for name, kind in request.signature if name in ("p_q", "p_do") and isinstance(kind, str))
+    # So does what decides of whole tiles.
+    scored = [kind for name, kind in request.signature if name in ("p_q", "p_do")]
+    wide = any(kind.startswith("*fp32") for kind in scored) or request.kernel == "classify"
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
     with _alone:
         kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)

@@ -5,21 +5,33 @@ product is one matrix multiplication. These functions leave masked elements out 
 compile and seldom run: the fast kernels only look whether their results are finite. They also keep scores beyond 2^30 apart from
 their roundings: a score times a unit is rounded before the largest is subtracted, and no weight of the backward exceeds 1.
 
+Full tiles are walked like partial ones (their mask allows everything), so that there is one body to compile, not two.
+
 A row is a block of shape [1, ...], so that masks and scores see the same shapes as elsewhere: q as a column, kv as a row.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, final_scores, kept, load_rows, rounded_product, run_of, store_rows, unit
+from tilewise.engines.triton.steps import LOG2E, all_runs, final_scores, kept, load_rows, mask_decides, rounded_product, run_of, store_rows, unit
 
 CHUNK: tl.constexpr = tl.constexpr(16)  # keys, or queries, looked at in one step: tiles are cut smaller, so that there is little to compile
 
 
 @triton.jit
+def chunks_of(tiles, run, n, MAPPED: tl.constexpr, TILE: tl.constexpr):
+    """The first chunk of a run of tiles and the one after its last; of n elements without a map."""
+    if MAPPED:
+        start, stop = run_of(tiles, run)
+        return start * (TILE // CHUNK), stop * (TILE // CHUNK)
+    else:
+        return 0, (n + CHUNK - 1) // CHUNK
+
+
+@triton.jit
 def row_step(
-    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, decides, scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, DROPOUT: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """N keys of the online softmax of one query row. b_q is [1, D], b_m and b_l [1], b_acc [1, DV]."""
@@ -28,7 +40,7 @@ def row_step(
     b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE).to(tl.float32)
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_s = tl.sum(b_k * b_q, 1)[None, :]
-    b_s = final_scores(b_s, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+    b_s = final_scores(b_s, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, decides, mask, score, MASK, SCORE, True)
     b_s = rounded_product(b_s, unit(scale, SCORE))
     b_top = tl.maximum(b_m, tl.max(b_s, 1))
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
@@ -55,7 +67,7 @@ def heard_sum(b_w, b_s, b_x):
 def forward_rows(
     p_q, p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, row, i_b, i_h, i_bh, i_tile,
     n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """The rows of a query tile, written over what the fast way wrote. The pointers are those of this head."""
@@ -65,24 +77,14 @@ def forward_rows(
         b_m = tl.full([1], float("-inf"), tl.float32)
         b_l = tl.zeros([1], tl.float32)
         b_acc = tl.zeros([1, DV], tl.float32)
-        if MAPPED:
-            for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
-                start, stop = run_of(tiles[5], tiles[6], run)
-                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
-                    b_m, b_l, b_acc = row_step(
-                        b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, threshold, mask, score,
-                        MASK, SCORE, False, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
-            for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
-                start, stop = run_of(tiles[2], tiles[3], run)
-                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
-                    b_m, b_l, b_acc = row_step(
-                        b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, threshold, mask, score,
-                        MASK, SCORE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
-        else:
-            for i_kv in tl.range(0, (n_kv + CHUNK - 1) // CHUNK, num_stages=1):
+        first, last = all_runs(tiles, row, MAPPED)
+        for run in range(first, last):
+            start, stop = chunks_of(tiles, run, n_kv, MAPPED, N)
+            decides = mask_decides(tiles, row, run, GIVEN)
+            for i_kv in tl.range(start, stop, num_stages=1):
                 b_m, b_l, b_acc = row_step(
-                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, threshold, mask, score,
-                    None, SCORE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, decides, scale, threshold, mask, score,
+                    MASK, SCORE, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         b_out, b_lse = finish(b_m, b_l, b_acc, p_sinks, i_h, keep_scale, SINKS)
         o_row = i_bh.to(tl.int64) * n_q + o_q
         tl.store(p_highest + o_row, b_m * 0.6931471805599453)
@@ -110,8 +112,8 @@ def finish(b_m, b_l, b_acc, p_sinks, i_h, keep_scale, SINKS: tl.constexpr):
 
 @triton.jit
 def gradient_of_row(
-    b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, decides, scale, keep_scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, DROPOUT: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """dscore of one query row and N keys, with the final scores, both [1, N], and the keys [N, D]."""
@@ -120,7 +122,7 @@ def gradient_of_row(
     b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE).to(tl.float32)
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_raw = tl.sum(b_k * b_q, 1)[None, :]
-    b_s = final_scores(b_raw, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+    b_s = final_scores(b_raw, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, decides, mask, score, MASK, SCORE, True)
     b_p = at_most_one(b_s * unit(scale, SCORE) - b_lse[:, None])
     b_dp = tl.sum(b_v * b_do, 1)[None, :]
     if DROPOUT:
@@ -137,7 +139,7 @@ def gradient_of_row(
 def query_rows(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, s_q, s_k, s_v, s_do, s_dq, tiles, row, i_b, i_h, i_tile,
     n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """dQ of the rows of a query tile. The pointers are those of this head."""
@@ -147,34 +149,22 @@ def query_rows(
         b_do = load_rows(p_do + i_q * s_do[2], s_do, 1, 1, DV, DV_TRUE).to(tl.float32)
         b_lse, b_delta = weightless(tl.load(p_lse + o_q)), tl.load(p_delta + o_q)
         b_dq = tl.zeros([1, D], tl.float32)
-        if MAPPED:
-            for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
-                start, stop = run_of(tiles[5], tiles[6], run)
-                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
-                    b_ds, b_s, b_k = gradient_of_row(
-                        b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, False, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
-                    b_dq += heard_sum(tl.trans(b_ds), tl.trans(b_s), b_k)[None, :]
-            for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
-                start, stop = run_of(tiles[2], tiles[3], run)
-                for i_kv in tl.range(start * (N // CHUNK), stop * (N // CHUNK), num_stages=1):
-                    b_ds, b_s, b_k = gradient_of_row(
-                        b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
-                    b_dq += heard_sum(tl.trans(b_ds), tl.trans(b_s), b_k)[None, :]
-        else:
-            for i_kv in tl.range(0, (n_kv + CHUNK - 1) // CHUNK, num_stages=1):
+        first, last = all_runs(tiles, row, MAPPED)
+        for run in range(first, last):
+            start, stop = chunks_of(tiles, run, n_kv, MAPPED, N)
+            decides = mask_decides(tiles, row, run, GIVEN)
+            for i_kv in tl.range(start, stop, num_stages=1):
                 b_ds, b_s, b_k = gradient_of_row(
-                    b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, scale, keep_scale, threshold, mask, score,
-                    None, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                    b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, decides, scale, keep_scale, threshold,
+                    mask, score, MASK, SCORE, SLOPE, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
                 b_dq += heard_sum(tl.trans(b_ds), tl.trans(b_s), b_k)[None, :]
         store_rows(p_dq + i_q * s_dq[2], s_dq, b_dq * scale, 1, 1, D, D_TRUE)
 
 
 @triton.jit
 def key_step(
-    b_k, b_v, b_dk, b_dv, p_q, p_do, p_lse, p_delta, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
+    b_k, b_v, b_dk, b_dv, p_q, p_do, p_lse, p_delta, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv, decides, scale, keep_scale, threshold,
+    mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """The share of M queries in dK and dV of one key. Scores and weights are [M, 1]."""
@@ -187,7 +177,7 @@ def key_step(
     b_delta = tl.load(p_delta + first + o_row, mask=o_row < n_left, other=0.0)[:, None]
     b_raw = tl.sum(b_q * b_k, 1)[:, None]
     seen_q = tl.minimum(o_q, n_q - 1)[:, None]
-    b_s = final_scores(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+    b_s = final_scores(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, True)
     b_s = tl.where((o_q < n_q)[:, None], b_s, float("-inf"))
     b_p = at_most_one(b_s * unit(scale, SCORE) - b_lse)
     b_dp = tl.sum(b_do * b_v, 1)[:, None]
@@ -206,7 +196,7 @@ def key_step(
 def key_rows(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, i_b, i_hk, i_tile,
     n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the keys of a key tile. The pointers of k, v, dk and dv are those of this key head."""
@@ -221,25 +211,15 @@ def key_rows(
             p_qh = p_q + i_b * s_q[0] + i_h * s_q[1]
             p_doh = p_do + i_b * s_do[0] + i_h * s_do[1]
             o_bh = (i_b * n_heads + i_h).to(tl.int64) * n_q
-            if MAPPED:
-                row = i_b * s_tiles[0] + i_h * s_tiles[1] + i_tile
-                for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
-                    start, stop = run_of(tiles[5], tiles[6], run)
-                    for i_q in tl.range(start * (M // CHUNK), stop * (M // CHUNK), num_stages=1):
-                        b_dk, b_dv = key_step(
-                            b_k, b_v, b_dk, b_dv, p_qh, p_doh, p_lse + o_bh, p_delta + o_bh, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                            scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, False, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
-                for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
-                    start, stop = run_of(tiles[2], tiles[3], run)
-                    for i_q in tl.range(start * (M // CHUNK), stop * (M // CHUNK), num_stages=1):
-                        b_dk, b_dv = key_step(
-                            b_k, b_v, b_dk, b_dv, p_qh, p_doh, p_lse + o_bh, p_delta + o_bh, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                            scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
-            else:
-                for i_q in tl.range(0, (n_q + CHUNK - 1) // CHUNK, num_stages=1):
+            row = i_b * s_tiles[0] + i_h * s_tiles[1] + i_tile
+            first, last = all_runs(tiles, row, MAPPED)
+            for run in range(first, last):
+                start, stop = chunks_of(tiles, run, n_q, MAPPED, M)
+                decides = mask_decides(tiles, row, run, GIVEN)
+                for i_q in tl.range(start, stop, num_stages=1):
                     b_dk, b_dv = key_step(
                         b_k, b_v, b_dk, b_dv, p_qh, p_doh, p_lse + o_bh, p_delta + o_bh, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-                        scale, keep_scale, threshold, mask, score, None, SCORE, SLOPE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                        decides, scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         store_rows(p_dk + i_kv * s_dk[2], s_dk, b_dk * scale, 1, 1, D, D_TRUE)
         store_rows(p_dv + i_kv * s_dv[2], s_dv, b_dv, 1, 1, DV, DV_TRUE)
 

@@ -79,8 +79,8 @@ def split_rows(
         b_acc = tl.zeros([1, DV], tl.float32)
         for i_kv in tl.range(first * (N // CHUNK), last * (N // CHUNK), num_stages=1):
             b_m, b_l, b_acc = row_step(
-                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q + tl.arange(0, 1), i_kv, n_kv, scale, threshold, mask, score,
-                MASK, SCORE, True, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, i_q + tl.arange(0, 1), i_kv, n_kv, -1, scale, threshold, mask, score,
+                MASK, SCORE, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
         o_row = o_out + row + tl.arange(0, 1)
         tl.store(p_m + o_row, b_m)
         tl.store(p_l + o_row, b_l)
@@ -126,7 +126,7 @@ def split_step(
     if UPCAST:
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, BOUNDED or MASK is not None)
+    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, -1, mask, score, MASK, SCORE, BOUNDED or MASK is not None)
     c = unit(scale, SCORE)
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)

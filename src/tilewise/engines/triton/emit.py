@@ -41,6 +41,9 @@ TEXT = {
     "silu": "({0} * tl.sigmoid({0}))", "relu": "tl.maximum({0}, 0, tl.PropagateNan.ALL)",
 }  # fmt: skip
 
+# Where every rounding counts: Triton's own are off by a bit or two.
+PRECISE = {"div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})"}  # of float32
+
 # Triton copies what a loop loads to shared memory ahead of time, element by element where neighbours do not lie side by side. For
 # keys' own rows and tables that costs more than it hides, so those go straight to registers.
 STRAIGHT = {"f32", "i32", "i64", "f16", "bf16"}
@@ -134,6 +137,8 @@ class Writer:
             computed = "f32"
         operands = [self._cast(a, computed) for a in args]
         text = self._special(name, args, operands, computed)
+        if text is None and self.precise and computed == "f32" and name in PRECISE:
+            text = PRECISE[name].format(*operands)
         if text is None:
             text = TEXT[name].format(*operands)
         return text if type.is_bool or dtype == computed else f"({text}).to({TL[dtype]})"

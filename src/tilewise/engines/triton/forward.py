@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import finish, forward_rows
-from tilewise.engines.triton.steps import drop, final_scores, load_rows, lost, run_of, store_rows, unit, unsound
+from tilewise.engines.triton.steps import drop, final_scores, full_runs, load_rows, lost, mask_decides, masked_runs, run_of, store_rows, unit, unsound
 
 
 @triton.jit
 def forward(
     p_q, p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed,
     s_q, s_k, s_v, s_out,  # strides (batch, head, sequence, dim)
-    tiles, s_tiles,  # (order, partial offsets, start, count, full offsets, start, count), (batch, head) strides in rows
+    tiles, s_tiles,  # (order, offsets, start, count), see steps; (batch, head) strides in rows
     n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold,
     mask, score,  # each (captures, ints, floats, sizes and strides)
-    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def forward(
     p_v += i_b * s_v[0] + (i_h // ratio) * s_v[1]
     b_m, b_l, b_acc = walk(
         b_q, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, n_kv, row, tiles, scale, threshold, mask, score,
-        MASK, SCORE, MAPPED, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
+        MASK, SCORE, MAPPED, GIVEN, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     b_out, b_lse = finish(b_m, b_l, b_acc, p_sinks, i_h, keep_scale, SINKS)
     i_row = i_bh.to(tl.int64) * n_q + o_q
     tl.store(p_highest + i_row, b_m * 0.6931471805599453, mask=o_q < n_q)
@@ -51,13 +51,13 @@ def forward(
         forward_rows(
             p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_out, p_lse, p_highest, p_sinks, p_seed, s_q, s_k, s_v, s_out, tiles, row, i_b, i_h, i_bh,
             i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, MAPPED, SINKS, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+            MASK, SCORE, MAPPED, GIVEN, SINKS, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
 
 
 @triton.jit
 def walk(
     b_q, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, n_kv, row, tiles, scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -66,33 +66,36 @@ def walk(
     b_l = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, DV], tl.float32)
     if MAPPED:
-        for run in range(tl.load(tiles[4] + row), tl.load(tiles[4] + row + 1)):
-            start, stop = run_of(tiles[5], tiles[6], run)
+        first, last = full_runs(tiles, row)
+        for run in range(first, last):
+            start, stop = run_of(tiles, run)
             for i_kv in tl.range(start, stop, num_stages=STAGES):
                 b_m, b_l, b_acc = attend(
-                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
+                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, -1, scale, threshold, mask, score,
                     MASK, SCORE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
-        for run in range(tl.load(tiles[1] + row), tl.load(tiles[1] + row + 1)):
-            start, stop = run_of(tiles[2], tiles[3], run)
+        first, last = masked_runs(tiles, row)
+        for run in range(first, last):
+            start, stop = run_of(tiles, run)
+            decides = mask_decides(tiles, row, run, GIVEN)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
                 b_m, b_l, b_acc = attend(
-                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
+                    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, decides, scale, threshold, mask, score,
                     MASK, SCORE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     else:
         for i_kv in tl.range(0, n_kv // N, num_stages=STAGES):
             b_m, b_l, b_acc = attend(
-                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, -1, scale, threshold, mask, score,
                 None, SCORE, False, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         if n_kv % N != 0:
             b_m, b_l, b_acc = attend(
-                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, n_kv // N, n_kv, scale, threshold, mask, score,
+                b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, n_kv // N, n_kv, -1, scale, threshold, mask, score,
                 None, SCORE, True, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     return b_m, b_l, b_acc
 
 
 @triton.jit
 def attend(
-    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, scale, threshold, mask, score,
+    b_q, b_m, b_l, b_acc, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, n_q, i_kv, n_kv, decides, scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -106,7 +109,7 @@ def attend(
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
     o_kv = i_kv * N + tl.arange(0, N)
     i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
-    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK, SCORE, MASKED)
+    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     c = unit(scale, SCORE)
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a row with nothing yet: measure from 0, weights are 0

@@ -20,14 +20,16 @@ _functions: dict[Any, Generated | None] = {}
 
 
 def mask_of(p: Problem) -> Generated | None:
-    return None if p.mask is None else _function("mask", p.mask, p, lambda call: generated("mask", mask_source(_writer(call.program, call, p))))
+    """Exact whatever the inputs' type: a rounding may change what is allowed."""
+    make = lambda call: generated("mask", mask_source(_writer(call.program, call, p, True)))  # noqa: E731
+    return None if p.mask is None else _function("mask", p.mask, p, make)
 
 
 def score_of(p: Problem) -> Generated | None:
     """None where the scores are q.k times a scale that may be applied last."""
     if p.score is None:
         return None if p.scale >= SMALLEST_SCALE else UNCHANGED
-    return _function("score", p.score, p, lambda call: generated("score_mod", score_source(_writer(call.program, call, p))))
+    return _function("score", p.score, p, lambda call: generated("score_mod", score_source(_score_writer(call.program, call, p))))
 
 
 def slope_of(p: Problem) -> Generated | None:
@@ -40,7 +42,7 @@ def slope_of(p: Problem) -> Generated | None:
         op, _, attr, _ = program.instructions[program.results[0]]
         if op == "literal" and literal_value(attr) == 1 and p.scale >= SMALLEST_SCALE:
             return None
-        return generated("slope", slope_source(_writer(program, call, p)))
+        return generated("slope", slope_source(_score_writer(program, call, p)))
 
     return _function("slope", p.score, p, make)
 
@@ -58,7 +60,7 @@ def gauge_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
 def _shares_of(p: Problem, wanted: frozenset[int], entry: str, source: Callable[[Writer, Derivative], list[str]]) -> Generated | None:
     def make(call: Call) -> Generated:
         derivative = derive(call.program, wanted)
-        return generated(entry, source(_writer(derivative.program, call, p), derivative))
+        return generated(entry, source(_score_writer(derivative.program, call, p), derivative))
 
     return None if p.score is None or not wanted else _function(f"{entry} {sorted(wanted)}", p.score, p, make)
 
@@ -78,9 +80,14 @@ def extents_of(p: Problem) -> Extents:
     return Extents(p.batch, p.heads, p.q_len, p.kv_len)
 
 
-def _writer(program: Program, call: Call, p: Problem) -> Writer:
+def _writer(program: Program, call: Call, p: Problem, precise: bool) -> Writer:
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, t.numel() >= 2**31) for t in call.captures)
-    return Writer(program, call, extents_of(p), layouts, precise=p.dtype == torch.float32)
+    return Writer(program, call, extents_of(p), layouts, precise)
+
+
+def _score_writer(program: Program, call: Call, p: Problem) -> Writer:
+    """Scores of 16-bit inputs do not see the last bits."""
+    return _writer(program, call, p, p.dtype == torch.float32)
 
 
 def mod_arguments(p: Problem) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import fixed_point, interpreted, tuning
 from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, architecture, prepare, sources_digest
+from tilewise.engines.triton.looking import kernel_map
 from tilewise.engines.triton.mods import gauge_of, mask_of, mod_arguments, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
-from tilewise.plan import map_of
 from tilewise.problem import Problem
 
 DECODE_ROWS, DECODE_KEYS = 64, 32  # decoding: at most so many packed rows, at least so many keys per query
@@ -180,7 +180,7 @@ def forward_kind(p: Problem) -> str:
     if len(kinds) == 1 or p.device.type == "meta":
         return kinds[0]
     small = choose("sparse", p)
-    tile_map = map_of(p, (small.m, small.n))
+    tile_map = kernel_map(p, (small.m, small.n))
     assert tile_map is not None
     computed: float = tile_map.remember("computed", lambda: 1.0 - tile_map.sparsity)
     return "sparse" if computed < SPARSE else "forward"
@@ -207,8 +207,8 @@ def forward_launch(p: Problem, own: dict[str, Any], config: Config) -> Launch:
             **dropout_arguments(p), **mod_arguments(p),
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
-            "M": config.m, "N": config.n, **size_constants(p), "STAGES": config.stages, "MASKED_STAGES": config.masked_stages,
+            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "GIVEN": mask_is_inside(p), "SINKS": p.sinks is not None,
+            "DROPOUT": p.dropout_p > 0, "M": config.m, "N": config.n, **size_constants(p), "STAGES": config.stages, "MASKED_STAGES": config.masked_stages,
         },
         config.warps, config.stages,
     )  # fmt: skip
@@ -284,13 +284,18 @@ def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], ke
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": rows.mapped,
-            "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, **size_constants(p),
+            "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, **size_constants(p),
             "KEYS_M": keys.m, "KEYS_N": keys.n, "QUERIES_M": queries.m, "QUERIES_N": queries.n,
             "KEYS_STAGES": keys.stages, "KEYS_MASKED_STAGES": keys.masked_stages,
             "QUERIES_STAGES": queries.stages, "QUERIES_MASKED_STAGES": queries.masked_stages,
         },
         keys.warps, keys.stages,
     )  # fmt: skip
+
+
+def mask_is_inside(p: Problem) -> bool:
+    """Whether a mask decides inside the partial ones of given tiles, and only there."""
+    return p.mask is not None and p.tiles is not None and p.tiles.given
 
 
 def is_decoding(p: Problem) -> bool:

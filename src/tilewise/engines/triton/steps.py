@@ -38,24 +38,60 @@ def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexp
     tl.store(p, b_x.to(p_first.dtype.element_ty), mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE))
 
 
+# A map as the kernels walk it is a tuple: the order of its rows, the rows' offsets into the runs, and each run's first tile and count.
+# A row holds three kinds of runs, one after the other: full ones, full ones that the end of the sequence cuts, partial ones.
+
+
 @triton.jit
-def run_of(p_start, p_count, run):
-    start = tl.load(p_start + run)
-    return start, start + tl.load(p_count + run)
+def full_runs(tiles, row):
+    return tl.load(tiles[1] + 3 * row), tl.load(tiles[1] + 3 * row + 1)
+
+
+@triton.jit
+def masked_runs(tiles, row):
+    """Those whose tiles need a look at the end of the sequence, or at the mask."""
+    return tl.load(tiles[1] + 3 * row + 1), tl.load(tiles[1] + 3 * row + 3)
+
+
+@triton.jit
+def all_runs(tiles, row, MAPPED: tl.constexpr):
+    """Without a map everything is one run."""
+    if MAPPED:
+        return tl.load(tiles[1] + 3 * row), tl.load(tiles[1] + 3 * row + 3)
+    else:
+        return 0, 1
+
+
+@triton.jit
+def run_of(tiles, run):
+    start = tl.load(tiles[2] + run)
+    return start, start + tl.load(tiles[3] + run)
+
+
+@triton.jit
+def mask_decides(tiles, row, run, GIVEN: tl.constexpr):
+    """-1 if the mask decides inside a run's tiles; 0 if they are full whatever it says, so that its values & this forbid nothing.
+
+    Only given tiles are full against their mask: others are full because it allows everything.
+    """
+    if GIVEN:
+        return tl.where(run >= tl.load(tiles[1] + 3 * row + 2), -1, 0)
+    else:
+        return -1
 
 
 @triton.jit
 def final_scores(
-    b_s, scale, i_b, i_h, i_q, o_kv, n_kv, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
+    b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """From q.k to the final score: the score function, then -inf where the mask or the end forbids. To be multiplied by `unit`."""
+    """From q.k to the final score: the score function, then -inf where the mask (see mask_decides) or the end forbids. To be multiplied by `unit`."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
     if SCORE is not None:
         b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
     if MASKED:
         allowed = (n_kv - 1 - o_kv)[None, :]  # negative: forbidden
         if MASK is not None:
-            allowed = allowed | MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3])
+            allowed = allowed | (MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & decides)
         b_s = tl.where(allowed >= 0, b_s, float("-inf"))
     return b_s
 

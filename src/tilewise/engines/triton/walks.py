@@ -4,41 +4,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewise.engines.triton.config import Config
-from tilewise.plan import map_of
+from tilewise.engines.triton.looking import kernel_map
 from tilewise.problem import Problem
 from tilewise.tiles import Geometry, Runs
-from tilewise.tiles.runs import from_entries
 
 
 @dataclass(frozen=True)
 class KernelTiles:
-    """A map as the kernels walk it: which row first, and each row's partial and full runs."""
+    """A map as the kernels walk it: which row first, and each row's runs (see steps.py)."""
 
     count: int  # tiles along the axis that programs are given
     mapped: bool
-    tensors: tuple[Any, ...] = (None,) * 7  # order; offsets, start, count of the partial runs; the same of the full ones
+    tensors: tuple[Any, ...] = (None,) * 4  # order of the rows; offsets [3 rows + 1]; start and count of every run
     strides: tuple[int, int] = (0, 0)  # from one batch, and from one head, to the next, in rows
-    counts: tuple[Any, Any] = (None, None)  # how many tiles each row has, and how many of them are partial
-
-    @property
-    def with_counts(self) -> tuple[Any, ...]:
-        return (self.tensors[0], *self.counts, *self.tensors[1:])
 
 
 def row_tiles(p: Problem, config: Config) -> KernelTiles:
     """One row of the map per query tile."""
     if p.device.type == "meta":
         return _stand_in(p)
-    tile_map = map_of(p, (config.m, config.n))
+    tile_map = kernel_map(p, (config.m, config.n))
     if tile_map is None:
         return KernelTiles(-(-p.q_len // config.m), False)
 
     def make() -> KernelTiles:
         g = tile_map.geometry
         cut = g.kv_len % g.tile[1] != 0
-        return _kernel_tiles(*with_tail_partial(tile_map.partial, tile_map.full, g.kv_tiles, cut), g.q_tiles, g)
+        return _kernel_tiles(*with_cut_tiles(tile_map.full, g.kv_tiles, cut), tile_map.partial, g.q_tiles, g)
 
     return tile_map.remember("kernel rows", make)
 
@@ -47,14 +42,15 @@ def column_tiles(p: Problem, config: Config) -> KernelTiles:
     """One row per key tile: the transposed map."""
     if p.device.type == "meta":
         return _stand_in(p)
-    tile_map = map_of(p, (config.m, config.n))
+    tile_map = kernel_map(p, (config.m, config.n))
     if tile_map is None:
         return KernelTiles(-(-p.kv_len // config.n), False)
 
     def make() -> KernelTiles:
         g = tile_map.geometry
         cut = g.q_len % g.tile[0] != 0
-        return _kernel_tiles(*with_tail_partial(*tile_map.transpose(), g.q_tiles, cut), g.kv_tiles, g)
+        partial, full = tile_map.transpose()
+        return _kernel_tiles(*with_cut_tiles(full, g.q_tiles, cut), partial, g.kv_tiles, g)
 
     return tile_map.remember("kernel columns", make)
 
@@ -63,28 +59,41 @@ def _stand_in(p: Problem) -> KernelTiles:
     """For building ahead: what the arguments look like, without a map."""
     if p.mask is None and p.tiles is None:
         return KernelTiles(1, False)
-    stand_in = torch.empty(1, dtype=torch.int32, device="meta")
-    return KernelTiles(1, True, (stand_in,) * 7, counts=(stand_in, stand_in))
+    return KernelTiles(1, True, (torch.empty(1, dtype=torch.int32, device="meta"),) * 4)
 
 
-def _kernel_tiles(partial: Runs, full: Runs, count: int, g: Geometry) -> KernelTiles:
-    masked = torch.zeros(partial.rows, dtype=torch.int64, device=partial.device).index_add_(0, partial.row_of_run(), partial.count.long())
-    work = masked.index_add(0, full.row_of_run(), full.count.long())
-    order = torch.argsort(work.view(-1, count), dim=1, descending=True, stable=True).int().flatten()
-    strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
-    tensors = (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count)
-    return KernelTiles(count, True, tensors, strides_in_rows, (work.int(), masked.int()))
+def with_cut_tiles(full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:
+    """Full runs, and apart from them the tiles that the end of the sequence cuts: so full tiles need no bounds.
 
-
-def with_tail_partial(partial: Runs, full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:
-    """Where the end cuts the last column of tiles, its full tiles become partial, so that full tiles need no bounds."""
+    Each full run is given a cut one, of one tile if it reaches the end and of none elsewhere.
+    """
     if not cut:
-        return partial, full
-    row, start, count = full.row_of_run(), full.start.long(), full.count.long()
-    reaches = start + count == columns
-    shorter = count - reaches.long()
-    rows = torch.cat([partial.row_of_run(), row[reaches]])
-    starts = torch.cat([partial.start.long(), torch.full_like(row[reaches], columns - 1)])
-    counts = torch.cat([partial.count.long(), torch.ones_like(row[reaches])])
-    left = shorter > 0
-    return from_entries(rows, starts, counts, full.rows), from_entries(row[left], start[left], shorter[left], full.rows)
+        return full, Runs(torch.zeros_like(full.offsets), full.start[:0], full.count[:0])
+    reaches = (full.start + full.count == columns).int()
+    return Runs(full.offsets, full.start, full.count - reaches), Runs(full.offsets, torch.full_like(full.start, columns - 1), reaches)
+
+
+def _kernel_tiles(full: Runs, cut: Runs, partial: Runs, count: int, g: Geometry) -> KernelTiles:
+    offsets, start, size = interleaved((full, cut, partial))
+    strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
+    return KernelTiles(count, True, (_longest_first(offsets[::3], size, count), offsets, start, size), strides_in_rows)
+
+
+def interleaved(kinds: tuple[Runs, Runs, Runs]) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets, start and count of the runs of all kinds: those of a row together, one kind after the other."""
+    begins = [0, len(kinds[0].start), len(kinds[0].start) + len(kinds[1].start)]  # of each kind, where they lie one after the other
+    here = torch.stack([runs.offsets + begin for runs, begin in zip(kinds, begins, strict=True)], 1)  # [rows + 1, kinds]
+    ends = torch.cumsum(here.diff(dim=0).flatten(), 0)  # [rows * kinds]
+    offsets = torch.nn.functional.pad(ends, (1, 0))
+    place = torch.arange(begins[-1] + len(kinds[-1].start), device=ends.device)
+    group = torch.searchsorted(ends, place, right=True)
+    source = place + (here[:-1].flatten() - offsets[:-1]).index_select(0, group)
+    start, count = (torch.cat([getattr(runs, field) for runs in kinds]).index_select(0, source) for field in ("start", "count"))
+    return offsets.int(), start, count
+
+
+def _longest_first(offsets: Tensor, size: Tensor, count: int) -> Tensor:
+    """The rows of each (batch, head), those with the most tiles first."""
+    before = torch.nn.functional.pad(torch.cumsum(size, 0), (1, 0))  # [runs + 1] tiles before each run
+    work = before.index_select(0, offsets).diff().view(-1, count)
+    return torch.argsort(work, dim=1, descending=True, stable=True).int().flatten()

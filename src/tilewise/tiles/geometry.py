@@ -1,0 +1,67 @@
+"""What a tile map covers, and places in it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+EMPTY, PARTIAL, FULL = 0, 1, 2  # what a tile can be: nothing allowed, something, everything
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a map covers: batch and heads are 1 where the mask does not depend on them."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    tile: tuple[int, int]
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.q_len // self.tile[0])
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.kv_len // self.tile[1])
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads * self.q_tiles
+
+    @property
+    def total(self) -> int:
+        return self.rows * self.kv_tiles
+
+    @property
+    def elements(self) -> int:
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Squares of 2^k x 2^k tiles, by batch, head and position in units of their own size."""
+
+    b: Tensor
+    h: Tensor
+    q: Tensor
+    kv: Tensor
+
+    def __len__(self) -> int:
+        return len(self.b)
+
+    def pick(self, which: Tensor) -> "Cells":
+        """Those where the condition holds."""
+        at = which.nonzero().squeeze(1)
+        return Cells(*(t.index_select(0, at) for t in (self.b, self.h, self.q, self.kv)))
+
+    def numbers(self, geometry: Geometry) -> Tensor:
+        """The places of single tiles in a list of all, row by row."""
+        g = geometry
+        return ((self.b * g.heads + self.h) * g.q_tiles + self.q) * g.kv_tiles + self.kv
+
+    def parts(self, size: int) -> "Iterator[Cells]":
+        """The cells in parts of at most this size."""
+        for at in range(0, len(self), size):
+            yield Cells(*(t[at : at + size] for t in (self.b, self.h, self.q, self.kv)))

@@ -1,0 +1,74 @@
+"""Tile maps made on a GPU: exactly those made on the CPU, in few operations."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tests.looked_maps import looked_map, problem
+from tests.operations import Operations
+from tests.tiles.test_build import BATCH, CASES, HEADS
+from tests.tiles.test_properties import Expression, integer_masks
+from tilewise import masks
+from tilewise.engines.triton.config import Config
+from tilewise.engines.triton.looking import kernel_map
+from tilewise.engines.triton.walks import column_tiles, row_tiles
+from tilewise.tiles import build
+
+WAYS = {"every tile": build.SEEN_WHOLE, "those that bounds leave open": 0}
+
+
+def check_against_the_cpu(mask: object, batch: int, heads: int, lengths: tuple[int, int], tile: tuple[int, int]) -> None:
+    found = looked_map(mask, batch, heads, lengths, tile, "cuda")
+    wanted = tw.tile_map(mask, batch=batch, heads=heads, q_len=lengths[0], kv_len=lengths[1], tile=tile, device="cpu")
+    assert found.shape == wanted.shape
+    assert torch.equal(found.dense().cpu(), wanted.dense())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_maps_are_those_of_the_cpu(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SEEN_WHOLE", WAYS[way])
+    for lengths, tile in (((97, 130), (32, 64)), ((65, 63), (48, 80)), ((1, 70), (16, 16)), ((700, 900), (128, 128)), ((640, 512), (32, 16))):
+        check_against_the_cpu(CASES[name].make(*lengths), BATCH, HEADS, lengths, tile)
+
+
+@settings(max_examples=200)
+@given(integer_masks, st.tuples(st.integers(1, 300), st.integers(1, 300)), st.sampled_from([(128, 128), (64, 64), (32, 128), (16, 16), (13, 70)]))
+def test_maps_of_random_masks_are_those_of_the_cpu(mask: Expression, lengths: tuple[int, int], tile: tuple[int, int]) -> None:
+    check_against_the_cpu(mask, 2, 2, lengths, tile)
+
+
+def documents(length: int, count: int, seed: int) -> torch.Tensor:
+    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: count - 1] + 1
+    return torch.searchsorted(cuts.sort().values, torch.arange(length), right=True).cuda()
+
+
+@pytest.mark.parametrize("length", [16384, 16000])
+def test_a_new_layout_of_documents_takes_few_operations(length: int) -> None:
+    def layout(seed: int) -> object:
+        ids = documents(length, 20, seed)
+        return problem(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), 1, 16, length, length, "cuda")
+
+    config = Config(64, 64, 4, 3)
+    row_tiles(layout(0), config)  # the kernel is there
+    fresh = layout(1)
+    with Operations() as made:
+        found = kernel_map(fresh, (64, 64))
+    assert found is not None and found.partial_tiles > 0 and found.full_tiles > 0
+    assert made.seen.total() <= 40, made.seen
+    with Operations() as walked:
+        row_tiles(fresh, config)
+        column_tiles(fresh, config)
+    assert walked.seen.total() <= 160, walked.seen
+
+
+def test_a_long_causal_map() -> None:
+    """More elements than are evaluated: bounds decide all but the diagonal."""
+    length, tile = 2**17, 128
+    assert length**2 > build.SEEN_WHOLE
+    found = looked_map(masks.causal, 1, 1, (length, length), (tile, tile), "cuda")
+    tiles = length // tile
+    assert (found.partial_tiles, found.full_tiles) == (tiles, tiles * (tiles - 1) // 2)
+    assert torch.equal(found.full.count.long().cpu(), torch.arange(1, tiles))
