@@ -89,10 +89,11 @@ static void check(const Shape& s) {
     real *q_lanes = new real[s.batch * s.heads * blocks * s.d * LANES], *do_lanes = new real[s.batch * s.heads * blocks * s.dv * LANES];
     real *q_rows = new real[s.batch * s.heads * blocks * LANES * dp], *do_rows = new real[s.batch * s.heads * blocks * LANES * dvp];
     b.chunks = at_least(1, at_most(2, key_tiles));
-    real* dq_lanes = new real[b.chunks * s.batch * s.heads * blocks * dp * LANES]();
+    real* dq_lanes = new real[b.chunks * s.batch * s.heads * blocks * dp * LANES];
+    uint8_t* begun = new uint8_t[b.chunks * s.batch * s.heads * blocks]();
     ELEMENT *dq = new ELEMENT[rows * s.d], *dk = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.d], *dv = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.dv];
     b.delta = delta, b.blocks = blocks, b.blocks_per_tile = 1, b.q_lanes = q_lanes, b.do_lanes = do_lanes, b.q_rows = q_rows, b.do_rows = do_rows;
-    b.dq_lanes = dq_lanes, b.dq = dq, b.dk = dk, b.dv = dv, b.groups = b.chunks * s.batch * s.kv_heads;
+    b.dq_lanes = dq_lanes, b.begun = begun, b.dq = dq, b.dk = dk, b.dv = dv, b.groups = b.chunks * s.batch * s.kv_heads;
     back::tilewise_backward(&b);
 
     worst = 0;
@@ -128,7 +129,7 @@ static void check(const Shape& s) {
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.d; x++) expect(widen(dk[x]), want_dk[x]);
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.dv; x++) expect(widen(dv[x]), want_dv[x]);
     delete[] lse, delete[] highest, delete[] offsets, delete[] start, delete[] count, delete[] order, delete[] none, delete[] t_offsets, delete[] t_start, delete[] t_count;
-    delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] dq, delete[] dk, delete[] dv;
+    delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] begun, delete[] dq, delete[] dk, delete[] dv;
     delete[] want_dk, delete[] want_dv, delete[] w, delete[] dw;
 }
 

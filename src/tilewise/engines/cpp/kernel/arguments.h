@@ -67,7 +67,8 @@ struct Backward {
     void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES]; for the matrix unit pairs of features
     void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null where the tensors' own rows serve; for the matrix unit pairs of rows
     uint8_t* finite;              // [batch, heads, blocks] for the matrix unit: whether queries and gradients are
-    void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES], zero at the start
+    void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES]
+    uint8_t* begun;               // [chunks][batch, heads, blocks] whether a share of dQ holds anything; zero at the start
     void *dq, *dk, *dv;           // contiguous, in the tensors' own type
     void* slope;                  // the score's derivative, which also adds up the captures' gradients
     double* const* gradients;     // [groups][captures]

@@ -170,24 +170,24 @@ void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, 
     }
 }
 
-// dQ^T, dK and dV grow by a tile's share; dQ and dK are multiplied by the scale at the end.
+// dQ^T (which begins here unless `add`), dK and dV grow by a tile's share; dQ and dK are multiplied by the scale at the end.
 #ifdef MATRIX_UNIT
-void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq) {
+void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq, bool add) {
     const i64 dp = padded(f.problem.d, STEP), dvp = padded(f.problem.dv, STEP), depth = padded(n, STEP);
     rows_of_tile(t.weight, n, t.tile_rows);
     matrix_product(t.tile_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, LANES, true);
     rows_of_tile(t.ds, n, t.tile_rows);
     matrix_product(t.tile_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, LANES, true);
     pairs_of_tile(t.ds, n, t.tile_pairs);
-    matrix_product(t.k_columns, KEYS, t.tile_pairs, LANES, dq, LANES, dp, LANES, depth, true);
+    matrix_product(t.k_columns, KEYS, t.tile_pairs, LANES, dq, LANES, dp, LANES, depth, add);
 }
 #else
-void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq) {
+void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
     const Problem& p = f.problem;
     const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
     product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
     product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, 1, true);
-    product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, true);
+    product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, add);
 }
 #endif
 
@@ -204,7 +204,10 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
     const Problem& p = f.problem;
     const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE), last = k.first + k.count - 1;
     const bool scored = p.score.by_query != nullptr, selective = masked || scored;
-    real* dq = (real*)f.dq_lanes + (chunk * p.batch * p.heads * f.blocks + item) * padded(p.d, DQ_WHOLE) * LANES;
+    const i64 share = chunk * p.batch * p.heads * f.blocks + item;
+    real* dq = (real*)f.dq_lanes + share * padded(p.d, DQ_WHOLE) * LANES;
+    const bool begun = f.begun[share];
+    f.begun[share] = true;
 #ifdef MATRIX_UNIT
     matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
     matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
@@ -224,16 +227,16 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
     weights_and_slopes(f, t, k, kv0, n, !selective);
     if (scored) ((Slope)f.slope)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
 #ifdef MATRIX_UNIT
-    grow(f, t, item, n, dq);
+    grow(f, t, item, n, dq, begun);
     if (t.finite && f.finite[item]) return;
     const Rows<real> q{t.q_wide, dp}, dout{t.do_wide, dvp};
     widen_rows(place<bfloat>(p.query, k.b, k.h, k.first), p.query.stride[2], p.query.stride[3], k.count, p.d, t.q_wide, dp);
     widen_rows(place<bfloat>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, t.do_wide, dvp);
 #else
     const Rows<real> q = block_rows(f.q_rows, p.query, k, item, dp), dout = block_rows(f.do_rows, f.grad_out, k, item, dvp);
-    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, t.k, n, dq);
+    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, t.k, n, dq, begun);
     grow(f, t, k, without_infinities(q, k.count, p.d, t.q_wide, dp), without_infinities(dout, k.count, p.dv, t.do_wide, dvp),
-         without_infinities(t.k, n, p.d, t.k_sound, p.d), n, dq);
+         without_infinities(t.k, n, p.d, t.k_sound, p.d), n, dq, begun);
 #endif
     grow_by_infinities(f, t, k, q, dout, n, dq);
 }
@@ -321,15 +324,23 @@ void group_of_stretches(void* context, i64 group) {
 void finish_block(void* context, i64 item) {
     const Backward& f = *(const Backward*)context;
     const Problem& p = f.problem;
-    const i64 bh = item / f.blocks, size = padded(p.d, DQ_WHOLE) * LANES, step = p.batch * p.heads * f.blocks * size;
+    const i64 bh = item / f.blocks, size = padded(p.d, DQ_WHOLE) * LANES, items = p.batch * p.heads * f.blocks;
     const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
     if (k.count <= 0) return;
-    real* sum = (real*)f.dq_lanes + item * size;
-    for (i64 chunk = 1; chunk < f.chunks; chunk++)
-        for (i64 x = 0; x < size; x++) sum[x] += sum[chunk * step + x];
+    ELEMENT* dq = (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d;
+    real* sum = nullptr;
+    for (i64 share = item; share < f.chunks * items; share += items) {
+        if (!f.begun[share]) continue;
+        real* other = (real*)f.dq_lanes + share * size;
+        if (sum)
+            for (i64 x = 0; x < size; x++) sum[x] += other[x];
+        else
+            sum = other;
+    }
+    if (sum == nullptr) return (void)__builtin_memset(dq, 0, (size_t)(k.count * p.d) * sizeof(ELEMENT));
     real scale[LANES];
     for (i64 l = 0; l < LANES; l++) scale[l] = (real)p.scale;
-    store_transposed(sum, scale, (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d, p.d, 1, k.count, p.d);
+    store_transposed(sum, scale, dq, p.d, 1, k.count, p.d);
 }
 
 }  // namespace
