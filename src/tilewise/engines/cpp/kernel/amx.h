@@ -2,6 +2,7 @@
 //
 // A lies row by row; B lies in pairs of rows: word [k / 2][x] holds rows k and k + 1 of column x. Everything is padded to 32 by 32.
 #pragma once
+#include <immintrin.h>
 #include "tiles.h"
 
 constexpr i64 STEP = 32;  // rows, columns and depth come in multiples of this
@@ -89,6 +90,17 @@ inline void pairs_of_rows(const bfloat* rows, i64 width, u32* to) {
 INLINE words rounded_bits(vec<float> x) {  // to nearest, ties to even, in the upper half
     const words b = (words)x;
     return b + 0x7fff + (b >> 16 & 1);
+}
+
+// Lanes of two rows of a tile in bfloat16: side by side, as two halves of rows, as pairs.
+INLINE __m512i narrowed(vec<float> row, vec<float> next) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)next, (__m512)row); }
+INLINE void store_rows(__m512i both, bfloat* row, bfloat* next) {
+    _mm256_storeu_si256((__m256i*)row, _mm512_castsi512_si256(both));
+    _mm256_storeu_si256((__m256i*)next, _mm512_extracti64x4_epi64(both, 1));
+}
+INLINE void store_pairs(__m512i both, u32* to) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
 }
 
 // A tile [n][LANES] in bfloat16: as pairs of rows [32][LANES], zero beyond n; as rows [64][LANES], zero beyond n.
