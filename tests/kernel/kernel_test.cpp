@@ -44,7 +44,7 @@ static void expect(double found, double wanted) {
     if (!(off <= worst)) worst = off;
 }
 
-static void check(const Shape& s) {
+static void check(const Shape& s, bool panels) {
     Array q(s.batch, s.heads, s.n_q, s.d), k(s.batch, s.kv_heads, s.n_kv, s.d), v(s.batch, s.kv_heads, s.n_kv, s.dv);
     Array out(s.batch, s.heads, s.n_q, s.dv), dout(s.batch, s.heads, s.n_q, s.dv);
     const i64 rows = s.batch * s.heads * s.n_q, tiles = (s.n_q + LANES - 1) / LANES, key_tiles = (s.n_kv + KEYS - 1) / KEYS;
@@ -74,6 +74,9 @@ static void check(const Shape& s) {
     f.out = out.tensor();
     f.lse = lse;
     f.highest = highest;
+    real *k_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.d], *v_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.dv];
+    uint8_t* finite = new uint8_t[s.batch * s.kv_heads * key_tiles];
+    if (panels) f.packed = {k_panels, v_panels, finite};
     tilewise_forward(&f);
 
     const i64 blocks = tiles, dp = padded(s.d, 32), dvp = padded(s.dv, 32);
@@ -130,6 +133,7 @@ static void check(const Shape& s) {
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.dv; x++) expect(widen(dv[x]), want_dv[x]);
     delete[] lse, delete[] highest, delete[] offsets, delete[] start, delete[] count, delete[] order, delete[] none, delete[] t_offsets, delete[] t_start, delete[] t_count;
     delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] begun, delete[] dq, delete[] dk, delete[] dv;
+    delete[] k_panels, delete[] v_panels, delete[] finite;
     delete[] want_dk, delete[] want_dv, delete[] w, delete[] dw;
 }
 
@@ -138,11 +142,14 @@ int main() {
                             {1, 4, 2, 130, 129, 40, 17, true, 4}, {1, 1, 1, 200, 300, 64, 64, false, 3}, {2, 3, 1, 64, 191, 33, 5, true, 2}};
     const double allowed = sizeof(ELEMENT) == 2 ? 0.02 : sizeof(ELEMENT) == 4 ? 1e-5 : 1e-12;
     int wrong = 0;
-    for (const Shape& s : shapes) {
-        check(s);
+    for (int n = 0; n < 2 * (int)(sizeof shapes / sizeof *shapes); n++) {
+        const Shape& s = shapes[n / 2];
+        const bool panels = n % 2;
+        check(s, panels);
         const bool bad = !(worst <= allowed);
         wrong |= bad;
-        printf("%s n_q %ld n_kv %ld d %ld dv %ld: %.1e of %.1e\n", bad ? "WRONG" : "right", (long)s.n_q, (long)s.n_kv, (long)s.d, (long)s.dv, worst, allowed);
+        printf("%s n_q %ld n_kv %ld d %ld dv %ld%s: %.1e of %.1e\n", bad ? "WRONG" : "right", (long)s.n_q, (long)s.n_kv, (long)s.d, (long)s.dv,
+               panels ? ", panels" : "", worst, allowed);
     }
     return wrong;
 }

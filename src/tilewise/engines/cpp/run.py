@@ -24,6 +24,7 @@ from tilewise.problem import Problem
 ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
 DECODE_QUERIES, KEYS_PER_SPLIT, MOST_SPLITS = 4, 512, 32  # decoding: at most so many queries; keys of a part, at least
 MOST_CHUNKS, TILES_PER_CHUNK = 16, 8  # the backward's stretches of keys: as many in all, each of so many tiles at least
+PACKING_BYTES, UNPACKED = 2**19, (0, 0, 0)  # keys are laid out anew where as many bytes of one are read, by all its queries together, at least
 PRIVATE_GROUPS, PRIVATE_BYTES = 8, 2**28  # captures' gradients that everyone adds to: copies, and their size in all, at most
 
 # The kernels' structs, as in kernel/arguments.h: every field has 8 bytes.
@@ -58,17 +59,19 @@ def forward(p: Problem) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
         return _nothing_to_attend(p, out, lse, highest)
     decoding = is_decoding(p)
-    values, kept = _problem_values(p, _no_walk() if decoding else row_walk(p))
+    walk = _no_walk() if decoding else row_walk(p)
+    values, kept = _problem_values(p, walk)
     splits, parts = 1, None
     if decoding:
         splits = split_count(p)
         parts = torch.empty((p.batch, p.kv_heads, splits, p.heads // p.kv_heads * p.q_len, p.v_dim + 2), dtype=p.inner_dtype)
-    sizes = _matrices(p) if by_matrices(p.dtype) and not decoding else NO_MATRICES
-    with borrowed(*sizes) as matrices:
-        arguments = struct.pack(
-            FORWARD, *values, *_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, 0 if parts is None else parts.data_ptr(), *matrices
-        )
-        _kernel("decode" if decoding else "forward", p.dtype)(arguments)
+    values += [*_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, _address(parts)]
+    kernel, sizes = _kernel("decode" if decoding else "forward", p.dtype), UNPACKED if decoding else _packed(p, walk.share)
+    if sizes is UNPACKED:
+        kernel(struct.pack(FORWARD, *values, *UNPACKED))
+    else:
+        with borrowed(*sizes) as packed:
+            kernel(struct.pack(FORWARD, *values, *packed))
     del kept
     return Output(out, lse, highest)
 
@@ -146,13 +149,14 @@ def _group_arguments(p: Problem, wanted: frozenset[int], sums: dict[int, Tensor]
     return Arguments(numbers, (pointers, offsets, items))
 
 
-NO_MATRICES = (0, 0, 0)
-
-
-def _matrices(p: Problem) -> tuple[int, int, int]:
-    """Bytes of keys and transposed values in the matrix unit's layout, and of whether each block is finite."""
+def _packed(p: Problem, share: float) -> tuple[int, int, int]:
+    """Bytes of keys and values laid out for the products, and of whether each block is finite. A key is attended to by `share` of the queries."""
+    matrices, number = by_matrices(p.dtype), p.inner_dtype.itemsize
+    if not matrices and share * p.q_len * (p.heads // p.kv_heads) * number * max(p.head_dim, p.v_dim) < PACKING_BYTES:
+        return UNPACKED
     blocks = p.batch * p.kv_heads * -(-p.kv_len // KEYS)
-    return 2 * blocks * KEYS * _padded(p.head_dim), 2 * blocks * KEYS * _padded(p.v_dim), blocks
+    sizes = (2 * _padded(p.head_dim), 2 * _padded(p.v_dim)) if matrices else (number * p.head_dim, number * p.v_dim)
+    return blocks * KEYS * sizes[0], blocks * KEYS * sizes[1], blocks
 
 
 def _padded(size: int) -> int:

@@ -311,7 +311,7 @@ void load_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 kv0, i64 n) {
 #else
     t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
     t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
-    t.finite = all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);
+    t.finite = (p.mask.by_query || p.score.by_query) && all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);  // nobody asks where all is attended
 #endif
 }
 
