@@ -99,7 +99,8 @@ INLINE void store_rows(__m512i both, bfloat* row, bfloat* next) {
     _mm256_storeu_si256((__m256i*)next, _mm512_extracti64x4_epi64(both, 1));
 }
 INLINE void store_pairs(__m512i both, u32* to) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
 }
 
