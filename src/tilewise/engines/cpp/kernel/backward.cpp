@@ -161,25 +161,25 @@ void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, 
     const Ends ends(f, k);
     if (p.threshold) keep_tile(p, k.b, k.h, k.first, kv0, n, t.kept);
     const real scale = (real)p.keep_scale;
-    for (i64 j = 0; j < n; j++) {
-        real *s = t.final + j * LANES, *weight = t.weight + j * LANES, *ds = t.ds + j * LANES;
-        const uint8_t* kept = t.kept + j * LANES;
-        if (p.threshold)
-            for (i64 l = 0; l < LANES; l++) ds[l] = kept[l] ? ds[l] * scale : 0;
-        for (i64 x = 0; x < LANES; x += WIDTH<real>) {
-            const vec<real> score = load(s + x);
-            vec<real> w = exponential(score - load(ends.lse + x));
-            vec<real> g = w * (load(ds + x) - load(ends.delta + x));
+    if (p.threshold)
+        for (i64 x = 0; x < n * LANES; x++) t.ds[x] = t.kept[x] ? t.ds[x] * scale : 0;
+    for (i64 x = 0; x < LANES; x += WIDTH<real>) {
+        const vec<real> lse = load(ends.lse + x), delta = load(ends.delta + x);
+        for (i64 j = 0; j < n; j++) {
+            real* ds = t.ds + j * LANES + x;
+            const vec<real> score = load(t.final + j * LANES + x);
+            vec<real> w = exponential(score - lse);
+            vec<real> g = w * (load(ds) - delta);
             if (!everything) {
                 w = score == -INFINITE<real> ? vec<real>{} : w;
                 g = score == -INFINITE<real> ? vec<real>{} : g;
             }
-            store(weight + x, w);
-            store(ds + x, g);
+            store(t.weight + j * LANES + x, w);
+            store(ds, g);
         }
-        if (p.threshold)
-            for (i64 l = 0; l < LANES; l++) weight[l] = kept[l] ? weight[l] * scale : 0;
     }
+    if (p.threshold)
+        for (i64 x = 0; x < n * LANES; x++) t.weight[x] = t.kept[x] ? t.weight[x] * scale : 0;
 }
 
 #ifdef MATRIX_UNIT
