@@ -67,6 +67,45 @@ def test_decoding_does_not_hear_masked_keys(value: float) -> None:
     assert tw.attention(query, spoilt, spoilt, backend="cpp").isnan().all()
 
 
+# -- keys and values in panels ---------------------------------------------------------------------------------------
+
+
+@available
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["causal", "alibi, then softcap", "gqa 6 over 2, mask per head", "strides: sliced", "head dim 59", "bare tiles"])
+def test_panels_give_the_same_bits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(c for c in CASES if c.name == name)
+    found = []
+    for bytes_read in (0, 2**62):
+        monkeypatch.setattr(run, "PACKING_BYTES", bytes_read)
+        check(case, "cpp", "cpu", dtype)
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(2, heads, 330, 24, generator=generator).to(dtype) for heads in (6, 2, 2))
+        value[0, 1, 70, 3], value[1, 0, 200] = torch.inf, torch.nan
+        found += [tw.attention(query, key, value, mask=masks.causal, enable_gqa=True, backend="cpp")]
+        found += [tw.attention(query, key, value, enable_gqa=True, backend="cpp")]
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found[:2], found[2:], strict=True))
+
+
+@available
+def test_memory_that_is_kept_holds_nothing_that_is_read() -> None:
+    """A large call leaves NaN behind; a smaller one after it finds them in its workspace."""
+    spoilt = [torch.full((1, 2, 300, 48), torch.nan, dtype=d, requires_grad=True) for d in (torch.float32, torch.bfloat16)]
+    inputs = [q_k_v(length=n, dtype=d) for d in (torch.float32, torch.bfloat16) for n in (65, 200)]
+    mask = lambda b, h, q, kv: (q >= kv) & (q < 100)  # noqa: E731  # the last blocks of queries attend to nothing
+    fresh = [_gradients(*tensors, mask) for tensors in inputs]
+    for t in spoilt:
+        assert all(g.isnan().all() for g in _gradients(t, t, t, None))
+    again = [_gradients(*tensors, mask) for tensors in inputs]
+    assert all(torch.equal(a, b) for x, y in zip(fresh, again, strict=True) for a, b in zip(x, y, strict=True))
+    assert all(g.isfinite().all() for x in again for g in x)
+
+
+def _gradients(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, ...]:
+    out = tw.attention(query, key, value, mask=mask, backend="cpp")
+    return torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+
+
 # -- bfloat16 without the matrix unit --------------------------------------------------------------------------------
 
 

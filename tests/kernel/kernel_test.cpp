@@ -44,7 +44,7 @@ static void expect(double found, double wanted) {
     if (!(off <= worst)) worst = off;
 }
 
-static void check(const Shape& s) {
+static void check(const Shape& s, bool panels) {
     Array q(s.batch, s.heads, s.n_q, s.d), k(s.batch, s.kv_heads, s.n_kv, s.d), v(s.batch, s.kv_heads, s.n_kv, s.dv);
     Array out(s.batch, s.heads, s.n_q, s.dv), dout(s.batch, s.heads, s.n_q, s.dv);
     const i64 rows = s.batch * s.heads * s.n_q, tiles = (s.n_q + LANES - 1) / LANES, key_tiles = (s.n_kv + KEYS - 1) / KEYS;
@@ -74,6 +74,9 @@ static void check(const Shape& s) {
     f.out = out.tensor();
     f.lse = lse;
     f.highest = highest;
+    real *k_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.d], *v_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.dv];
+    uint8_t* finite = new uint8_t[s.batch * s.kv_heads * key_tiles];
+    if (panels) f.packed = {k_panels, v_panels, finite};
     tilewise_forward(&f);
 
     const i64 blocks = tiles, dp = padded(s.d, 32), dvp = padded(s.dv, 32);
@@ -89,10 +92,11 @@ static void check(const Shape& s) {
     real *q_lanes = new real[s.batch * s.heads * blocks * s.d * LANES], *do_lanes = new real[s.batch * s.heads * blocks * s.dv * LANES];
     real *q_rows = new real[s.batch * s.heads * blocks * LANES * dp], *do_rows = new real[s.batch * s.heads * blocks * LANES * dvp];
     b.chunks = at_least(1, at_most(2, key_tiles));
-    real* dq_lanes = new real[b.chunks * s.batch * s.heads * blocks * dp * LANES]();
+    real* dq_lanes = new real[b.chunks * s.batch * s.heads * blocks * dp * LANES];
+    uint8_t* begun = new uint8_t[b.chunks * s.batch * s.heads * blocks]();
     ELEMENT *dq = new ELEMENT[rows * s.d], *dk = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.d], *dv = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.dv];
     b.delta = delta, b.blocks = blocks, b.blocks_per_tile = 1, b.q_lanes = q_lanes, b.do_lanes = do_lanes, b.q_rows = q_rows, b.do_rows = do_rows;
-    b.dq_lanes = dq_lanes, b.dq = dq, b.dk = dk, b.dv = dv, b.groups = b.chunks * s.batch * s.kv_heads;
+    b.dq_lanes = dq_lanes, b.begun = begun, b.dq = dq, b.dk = dk, b.dv = dv, b.groups = b.chunks * s.batch * s.kv_heads;
     back::tilewise_backward(&b);
 
     worst = 0;
@@ -128,7 +132,8 @@ static void check(const Shape& s) {
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.d; x++) expect(widen(dk[x]), want_dk[x]);
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.dv; x++) expect(widen(dv[x]), want_dv[x]);
     delete[] lse, delete[] highest, delete[] offsets, delete[] start, delete[] count, delete[] order, delete[] none, delete[] t_offsets, delete[] t_start, delete[] t_count;
-    delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] dq, delete[] dk, delete[] dv;
+    delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] begun, delete[] dq, delete[] dk, delete[] dv;
+    delete[] k_panels, delete[] v_panels, delete[] finite;
     delete[] want_dk, delete[] want_dv, delete[] w, delete[] dw;
 }
 
@@ -137,11 +142,14 @@ int main() {
                             {1, 4, 2, 130, 129, 40, 17, true, 4}, {1, 1, 1, 200, 300, 64, 64, false, 3}, {2, 3, 1, 64, 191, 33, 5, true, 2}};
     const double allowed = sizeof(ELEMENT) == 2 ? 0.02 : sizeof(ELEMENT) == 4 ? 1e-5 : 1e-12;
     int wrong = 0;
-    for (const Shape& s : shapes) {
-        check(s);
+    for (int n = 0; n < 2 * (int)(sizeof shapes / sizeof *shapes); n++) {
+        const Shape& s = shapes[n / 2];
+        const bool panels = n % 2;
+        check(s, panels);
         const bool bad = !(worst <= allowed);
         wrong |= bad;
-        printf("%s n_q %ld n_kv %ld d %ld dv %ld: %.1e of %.1e\n", bad ? "WRONG" : "right", (long)s.n_q, (long)s.n_kv, (long)s.d, (long)s.dv, worst, allowed);
+        printf("%s n_q %ld n_kv %ld d %ld dv %ld%s: %.1e of %.1e\n", bad ? "WRONG" : "right", (long)s.n_q, (long)s.n_kv, (long)s.d, (long)s.dv,
+               panels ? ", panels" : "", worst, allowed);
     }
     return wrong;
 }

@@ -16,6 +16,7 @@ from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
 from tilewise.engines.cpp.mods import Arguments, mask_unit, program_arguments, score_unit, slope_unit
 from tilewise.engines.cpp.walks import KEYS, LANES, Walk, column_walk, row_walk
+from tilewise.engines.cpp.workspace import borrowed
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.lang import derive
 from tilewise.problem import Problem
@@ -23,13 +24,14 @@ from tilewise.problem import Problem
 ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
 DECODE_QUERIES, KEYS_PER_SPLIT, MOST_SPLITS = 4, 512, 32  # decoding: at most so many queries; keys of a part, at least
 MOST_CHUNKS, TILES_PER_CHUNK = 16, 8  # the backward's stretches of keys: as many in all, each of so many tiles at least
+PACKING_BYTES, UNPACKED = 2**19, (0, 0, 0)  # keys are laid out anew where as many bytes of one are read, by all its queries together, at least
 PRIVATE_GROUPS, PRIVATE_BYTES = 8, 2**28  # captures' gradients that everyone adds to: copies, and their size in all, at most
 
 # The kernels' structs, as in kernel/arguments.h: every field has 8 bytes.
 TENSOR = "5q"
 PROBLEM = f"=9q{3 * TENSOR}12q12qqdd2q"
 FORWARD = f"{PROBLEM}{TENSOR}7q"
-BACKWARD = f"{PROBLEM}{2 * TENSOR}21q"
+BACKWARD = f"{PROBLEM}{2 * TENSOR}22q"
 
 
 def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
@@ -57,17 +59,19 @@ def forward(p: Problem) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
         return _nothing_to_attend(p, out, lse, highest)
     decoding = is_decoding(p)
-    values, kept = _problem_values(p, _no_walk() if decoding else row_walk(p))
+    walk = _no_walk() if decoding else row_walk(p)
+    values, kept = _problem_values(p, walk)
     splits, parts = 1, None
     if decoding:
         splits = split_count(p)
         parts = torch.empty((p.batch, p.kv_heads, splits, p.heads // p.kv_heads * p.q_len, p.v_dim + 2), dtype=p.inner_dtype)
-    matrices = _matrices(p) if by_matrices(p.dtype) and not decoding else []
-    arguments = struct.pack(
-        FORWARD, *values, *_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, 0 if parts is None else parts.data_ptr(),
-        *([t.data_ptr() for t in matrices] or [0, 0, 0]),
-    )  # fmt: skip
-    _kernel("decode" if decoding else "forward", p.dtype)(arguments)
+    values += [*_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, _address(parts)]
+    kernel, sizes = _kernel("decode" if decoding else "forward", p.dtype), UNPACKED if decoding else _packed(p, walk.share)
+    if sizes is UNPACKED:
+        kernel(struct.pack(FORWARD, *values, *UNPACKED))
+    else:
+        with borrowed(*sizes) as packed:
+            kernel(struct.pack(FORWARD, *values, *packed))
     del kept
     return Output(out, lse, highest)
 
@@ -103,32 +107,29 @@ def _run_backward(
     groups = _group_arguments(p, wanted, sums)
     blocks_per_tile = -(-walk.other_tile // LANES)
     blocks = -(-p.q_len // walk.other_tile) * blocks_per_tile
-    layouts = _query_layouts(p, grad_out, blocks)
     chunks = 1 if wanted else chunk_count(p, walk)
-    dq_lanes = torch.zeros((chunks, p.batch, p.heads, blocks, _padded(p.head_dim), LANES), dtype=p.inner_dtype)
+    begun = torch.zeros((chunks, p.batch, p.heads, blocks), dtype=torch.uint8)
+    shares = begun.numel() * _padded(p.head_dim) * LANES * p.inner_dtype.itemsize
     slope = slope_unit(p, wanted)
-    arguments = struct.pack(
-        BACKWARD, *values, *_tensor(output.out), *_tensor(grad_out), output.lse.data_ptr(), _address(grad_lse), delta.data_ptr(), blocks, blocks_per_tile,
-        *[_address(t) for t in layouts], dq_lanes.data_ptr(), *[t.data_ptr() for t in found], 0 if slope is None else address_of(library_of(slope), "slope"),
-        *groups.values[:2], chunks, *groups.values[2:],
-    )  # fmt: skip
-    _kernel("backward", p.dtype)(arguments)
+    with borrowed(*_query_layouts(p, grad_out, blocks), shares) as places:
+        arguments = struct.pack(
+            BACKWARD, *values, *_tensor(output.out), *_tensor(grad_out), output.lse.data_ptr(), _address(grad_lse), delta.data_ptr(), blocks, blocks_per_tile,
+            *places, begun.data_ptr(), *[t.data_ptr() for t in found], 0 if slope is None else address_of(library_of(slope), "slope"),
+            *groups.values[:2], chunks, *groups.values[2:],
+        )  # fmt: skip
+        _kernel("backward", p.dtype)(arguments)
     del kept
 
 
-def _query_layouts(p: Problem, grad_out: Tensor, blocks: int) -> list[Tensor | None]:
-    """Room for queries and output gradients as the products read them: by lanes, by rows (where their own do not serve), and whether they are finite."""
-
-    def empty(*rest: int, dtype: torch.dtype = p.inner_dtype) -> Tensor:
-        return torch.empty((p.batch, p.heads, blocks, *rest), dtype=dtype)
-
+def _query_layouts(p: Problem, grad_out: Tensor, blocks: int) -> list[int]:
+    """Bytes of queries and output gradients as the products read them: by lanes, by rows (where their own do not serve), and whether they are finite."""
+    count = p.batch * p.heads * blocks
     if by_matrices(p.dtype):
-        sizes = _padded(p.head_dim), _padded(p.v_dim)
-        pairs = [empty(d // 2, LANES, dtype=torch.int32) for d in sizes] + [empty(LANES // 2, d, dtype=torch.int32) for d in sizes]
-        return [*pairs, empty(dtype=torch.uint8)]
-    width = 64 // p.inner_dtype.itemsize
-    rows = [None if _serves(t, p) else empty(LANES, -(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
-    return [empty(p.head_dim, LANES), empty(p.v_dim, LANES), *rows, None]
+        pairs = [count * LANES * _padded(d) * 2 for d in (p.head_dim, p.v_dim)]
+        return [*pairs, *pairs, count]
+    block, width = count * LANES * p.inner_dtype.itemsize, 64 // p.inner_dtype.itemsize
+    rows = [0 if _serves(t, p) else block * (-(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
+    return [block * p.head_dim, block * p.v_dim, *rows, 0]
 
 
 def _group_arguments(p: Problem, wanted: frozenset[int], sums: dict[int, Tensor]) -> Arguments:
@@ -148,10 +149,14 @@ def _group_arguments(p: Problem, wanted: frozenset[int], sums: dict[int, Tensor]
     return Arguments(numbers, (pointers, offsets, items))
 
 
-def _matrices(p: Problem) -> list[Tensor]:
-    """Room for keys and transposed values in the matrix unit's layout, and whether each block is finite."""
-    shape = (p.batch, p.kv_heads, -(-p.kv_len // KEYS), KEYS)
-    return [p.key.new_empty((*shape, _padded(p.head_dim))), p.key.new_empty((*shape, _padded(p.v_dim))), torch.empty(shape[:3], dtype=torch.uint8)]
+def _packed(p: Problem, share: float) -> tuple[int, int, int]:
+    """Bytes of keys and values laid out for the products, and of whether each block is finite. A key is attended to by `share` of the queries."""
+    matrices, number = by_matrices(p.dtype), p.inner_dtype.itemsize
+    if not matrices and share * p.q_len * (p.heads // p.kv_heads) * number * max(p.head_dim, p.v_dim) < PACKING_BYTES:
+        return UNPACKED
+    blocks = p.batch * p.kv_heads * -(-p.kv_len // KEYS)
+    sizes = (2 * _padded(p.head_dim), 2 * _padded(p.v_dim)) if matrices else (number * p.head_dim, number * p.v_dim)
+    return blocks * KEYS * sizes[0], blocks * KEYS * sizes[1], blocks
 
 
 def _padded(size: int) -> int:

@@ -20,6 +20,7 @@ class Walk:
     rows: int
     tile: int
     other_tile: int
+    share: float = 1.0  # of all tiles, those that are walked
     kept: tuple[Tensor, ...] = ()
 
 
@@ -52,4 +53,6 @@ def _mapped(tile_map: TileMap, partial: Runs, full: Runs, rows: int, tile: tuple
     order = torch.argsort(work.view(-1, rows), dim=1, descending=True, stable=True).int().flatten()
     tensors = tuple(t.contiguous() for t in (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count))
     strides = (g.heads * rows if g.batch > 1 else 0, rows if g.heads > 1 else 0)
-    return Walk((*(t.data_ptr() for t in tensors), *strides, rows, *tile), rows, *tile, tensors)
+    columns = g.kv_tiles if rows == g.q_tiles else g.q_tiles
+    share = float(work.sum()) / max(1, work.numel() * columns)
+    return Walk((*(t.data_ptr() for t in tensors), *strides, rows, *tile), rows, *tile, share, tensors)

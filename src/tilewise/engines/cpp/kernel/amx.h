@@ -2,6 +2,7 @@
 //
 // A lies row by row; B lies in pairs of rows: word [k / 2][x] holds rows k and k + 1 of column x. Everything is padded to 32 by 32.
 #pragma once
+#include <immintrin.h>
 #include "tiles.h"
 
 constexpr i64 STEP = 32;  // rows, columns and depth come in multiples of this
@@ -26,36 +27,35 @@ class MatrixUnit {
 };
 
 // C[i][x] = sum over k of A[i][k] B[k][x]  (+ C if `add`)
+//
+// Two sums at a time, and every register is cleared after its last use: a cleared one needs no place in the register file, of which there are few more
+// than eight, fewer while the core's other thread holds tiles too. Where they run out, a load waits for the products before it.
 inline void matrix_product(const bfloat* a, i64 a_row, const u32* b, i64 b_row, float* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, bool add) {
     const i64 a_bytes = a_row * 2, b_bytes = b_row * 4, c_bytes = c_row * 4;
-    for (i64 i = 0; i < n_rows; i += STEP)
+    for (i64 i = 0; i < n_rows; i += 16)
         for (i64 x = 0; x < n_columns; x += STEP) {
             float* place = c + i * c_row + x;
             if (add) {
                 TILE_LOAD(0, place, c_bytes);
                 TILE_LOAD(1, place + 16, c_bytes);
-                TILE_LOAD(2, place + 16 * c_row, c_bytes);
-                TILE_LOAD(3, place + 16 * c_row + 16, c_bytes);
             } else {
                 TILE_ZERO(0);
                 TILE_ZERO(1);
-                TILE_ZERO(2);
-                TILE_ZERO(3);
             }
             for (i64 k = 0; k < n_k; k += STEP) {
-                TILE_LOAD(4, a + i * a_row + k, a_bytes);
-                TILE_LOAD(6, b + k / 2 * b_row + x, b_bytes);
-                TILE_MULTIPLY(0, 4, 6);
-                TILE_LOAD(7, b + k / 2 * b_row + x + 16, b_bytes);
-                TILE_MULTIPLY(1, 4, 7);
-                TILE_LOAD(5, a + (i + 16) * a_row + k, a_bytes);
-                TILE_MULTIPLY(2, 5, 6);
-                TILE_MULTIPLY(3, 5, 7);
+                TILE_LOAD(2, a + i * a_row + k, a_bytes);
+                TILE_LOAD(3, b + k / 2 * b_row + x, b_bytes);
+                TILE_MULTIPLY(0, 2, 3);
+                TILE_ZERO(3);
+                TILE_LOAD(4, b + k / 2 * b_row + x + 16, b_bytes);
+                TILE_MULTIPLY(1, 2, 4);
+                TILE_ZERO(4);
+                TILE_ZERO(2);
             }
             TILE_STORE(0, place, c_bytes);
+            TILE_ZERO(0);
             TILE_STORE(1, place + 16, c_bytes);
-            TILE_STORE(2, place + 16 * c_row, c_bytes);
-            TILE_STORE(3, place + 16 * c_row + 16, c_bytes);
+            TILE_ZERO(1);
         }
 }
 
@@ -90,6 +90,18 @@ inline void pairs_of_rows(const bfloat* rows, i64 width, u32* to) {
 INLINE words rounded_bits(vec<float> x) {  // to nearest, ties to even, in the upper half
     const words b = (words)x;
     return b + 0x7fff + (b >> 16 & 1);
+}
+
+// Lanes of two rows of a tile in bfloat16: side by side, as two halves of rows, as pairs.
+INLINE __m512i narrowed(vec<float> row, vec<float> next) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)next, (__m512)row); }
+INLINE void store_rows(__m512i both, bfloat* row, bfloat* next) {
+    _mm256_storeu_si256((__m256i*)row, _mm512_castsi512_si256(both));
+    _mm256_storeu_si256((__m256i*)next, _mm512_extracti64x4_epi64(both, 1));
+}
+INLINE void store_pairs(__m512i both, u32* to) {
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
 }
 
 // A tile [n][LANES] in bfloat16: as pairs of rows [32][LANES], zero beyond n; as rows [64][LANES], zero beyond n.

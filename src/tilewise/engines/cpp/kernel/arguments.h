@@ -44,9 +44,11 @@ struct Problem {
     i64 threshold, seed;  // dropout: elements whose 16 bits are below the threshold are dropped
 };
 
-struct Matrices {  // bfloat16 operands in blocks of 64 rows, [batch, heads, blocks] of each; null where the matrix unit is not used
-    void *rows, *transposed;  // [64][padded], [padded][64]
-    uint8_t* finite;          // whether a block's values are all finite
+// Keys and values laid out for the products, in blocks of 64 keys, [batch, kv heads, blocks] of each: for the matrix unit bfloat16, keys by rows and
+// values transposed, [64][padded], [padded][64]; else panels of both in the computed type, null where queries are too few to pay for them.
+struct Packed {
+    void *keys, *values;
+    uint8_t* finite;  // whether a block's values are all finite
 };
 
 struct Forward {
@@ -55,7 +57,7 @@ struct Forward {
     void *lse, *highest;  // [batch, heads, n_q], computed type
     i64 splits;           // decoding: the parts the keys are cut into
     void* parts;          // decoding: [batch, kv_heads, splits, rows] of {acc[dv], highest, total}
-    Matrices keys;        // for the matrix unit: keys by rows, values transposed
+    Packed packed;
 };
 
 struct Backward {
@@ -67,7 +69,8 @@ struct Backward {
     void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES]; for the matrix unit pairs of features
     void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null where the tensors' own rows serve; for the matrix unit pairs of rows
     uint8_t* finite;              // [batch, heads, blocks] for the matrix unit: whether queries and gradients are
-    void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES], zero at the start
+    void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES]
+    uint8_t* begun;               // [chunks][batch, heads, blocks] whether a share of dQ holds anything; zero at the start
     void *dq, *dk, *dv;           // contiguous, in the tensors' own type
     void* slope;                  // the score's derivative, which also adds up the captures' gradients
     double* const* gradients;     // [groups][captures]

@@ -74,10 +74,14 @@ void prepare_block(void* context, i64 item) {
     const ELEMENT* out = place<ELEMENT>(f.out, k.b, k.h, k.first);
     real* delta = (real*)f.delta + bh * p.n_q + k.first;
     const real* dlse = f.grad_lse ? (const real*)f.grad_lse + bh * p.n_q + k.first : nullptr;
-    for (i64 l = 0; l < k.count; l++) {
+    const bool whole = f.out.stride[3] == 1 && f.grad_out.stride[3] == 1;
+    for (i64 l = 0; l < k.count; l++, out += f.out.stride[2], dout += f.grad_out.stride[2]) {
         real sum = 0;
-        for (i64 d = 0; d < p.dv; d++)
-            sum += widen(out[l * f.out.stride[2] + d * f.out.stride[3]]) * widen(dout[l * f.grad_out.stride[2] + d * f.grad_out.stride[3]]);
+        if (whole)
+#pragma omp simd reduction(+ : sum)
+            for (i64 d = 0; d < p.dv; d++) sum += widen(out[d]) * widen(dout[d]);
+        else
+            for (i64 d = 0; d < p.dv; d++) sum += widen(out[d * f.out.stride[3]]) * widen(dout[d * f.grad_out.stride[3]]);
         delta[l] = dlse ? sum - dlse[l] : sum;
     }
 }
@@ -95,8 +99,8 @@ struct KeyTile {
     bool finite;  // all keys and values are
 #ifdef MATRIX_UNIT
     bfloat *k_rows, *v_rows, *k_columns;  // [KEYS][padded d], [KEYS][padded dv], [padded d][KEYS]
-    bfloat* tile_rows;                    // [KEYS][LANES] weights or ds
-    u32* tile_pairs;                      // [KEYS / 2][LANES] ds
+    bfloat *weight_rows, *ds_rows;        // [KEYS][LANES]
+    u32* ds_pairs;                        // [KEYS / 2][LANES]
 #endif
     real *q_wide, *do_wide, *k_sound;  // [LANES][padded d], [LANES][padded dv], [KEYS][d], where there is NaN or infinity
 };
@@ -120,8 +124,9 @@ KeyTile make_tile(const Problem& p, i64 keys) {
     t.k_rows = scratch.take<bfloat>(KEYS * dp);
     t.v_rows = scratch.take<bfloat>(KEYS * dvp);
     t.k_columns = scratch.take<bfloat>(KEYS * dp);
-    t.tile_rows = scratch.take<bfloat>(KEYS * LANES);
-    t.tile_pairs = scratch.take<u32>(KEYS / 2 * LANES);
+    t.weight_rows = scratch.take<bfloat>(KEYS * LANES);
+    t.ds_rows = scratch.take<bfloat>(KEYS * LANES);
+    t.ds_pairs = scratch.take<u32>(KEYS / 2 * LANES);
 #endif
     t.q_wide = scratch.take<real>(LANES * dp);
     t.do_wide = scratch.take<real>(LANES * dvp);
@@ -137,57 +142,90 @@ Rows<real> block_rows(const void* copies, const Tensor& t, const Block& k, i64 i
 }
 #endif
 
+// lse and delta of a block's queries; lse is infinite for a row that attends to nothing, and where there is no row: exp(s - inf) = 0
+struct Ends {
+    real lse[LANES], delta[LANES];
+    Ends(const Backward& f, const Block& k) {
+        const i64 at = (k.b * f.problem.heads + k.h) * f.problem.n_q + k.first;
+        for (i64 l = 0; l < LANES; l++) {
+            const real there = l < k.count ? ((const real*)f.lse)[at + l] : -INFINITE<real>;
+            lse[l] = there == -INFINITE<real> ? INFINITE<real> : there;
+            delta[l] = l < k.count ? ((const real*)f.delta)[at + l] : 0;
+        }
+    }
+};
+
 // weight = P = exp(final - lse), ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
 void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything) {
     const Problem& p = f.problem;
-    const i64 at = (k.b * p.heads + k.h) * p.n_q + k.first;
-    real lse[LANES], delta[LANES];
-    for (i64 l = 0; l < LANES; l++) {
-        const real there = l < k.count ? ((const real*)f.lse)[at + l] : -INFINITE<real>;
-        lse[l] = there == -INFINITE<real> ? INFINITE<real> : there;  // exp(s - inf) = 0: a row that attends to nothing
-        delta[l] = l < k.count ? ((const real*)f.delta)[at + l] : 0;
-    }
+    const Ends ends(f, k);
     if (p.threshold) keep_tile(p, k.b, k.h, k.first, kv0, n, t.kept);
     const real scale = (real)p.keep_scale;
-    for (i64 j = 0; j < n; j++) {
-        real *s = t.final + j * LANES, *weight = t.weight + j * LANES, *ds = t.ds + j * LANES;
-        const uint8_t* kept = t.kept + j * LANES;
-        if (p.threshold)
-            for (i64 l = 0; l < LANES; l++) ds[l] = kept[l] ? ds[l] * scale : 0;
-        for (i64 x = 0; x < LANES; x += WIDTH<real>) {
-            const vec<real> score = load(s + x);
-            vec<real> w = exponential(score - load(lse + x));
-            vec<real> g = w * (load(ds + x) - load(delta + x));
+    if (p.threshold)
+        for (i64 x = 0; x < n * LANES; x++) t.ds[x] = t.kept[x] ? t.ds[x] * scale : 0;
+    for (i64 x = 0; x < LANES; x += WIDTH<real>) {
+        const vec<real> lse = load(ends.lse + x), delta = load(ends.delta + x);
+        for (i64 j = 0; j < n; j++) {
+            real* ds = t.ds + j * LANES + x;
+            const vec<real> score = load(t.final + j * LANES + x);
+            vec<real> w = exponential(score - lse);
+            vec<real> g = w * (load(ds) - delta);
             if (!everything) {
                 w = score == -INFINITE<real> ? vec<real>{} : w;
                 g = score == -INFINITE<real> ? vec<real>{} : g;
             }
-            store(weight + x, w);
-            store(ds + x, g);
+            store(t.weight + j * LANES + x, w);
+            store(ds, g);
         }
-        if (p.threshold)
-            for (i64 l = 0; l < LANES; l++) weight[l] = kept[l] ? weight[l] * scale : 0;
     }
+    if (p.threshold)
+        for (i64 x = 0; x < n * LANES; x++) t.weight[x] = t.kept[x] ? t.weight[x] * scale : 0;
 }
 
-// dQ^T, dK and dV grow by a tile's share; dQ and dK are multiplied by the scale at the end.
 #ifdef MATRIX_UNIT
-void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq) {
+// The same where scores are neither changed nor dropped: from products that are not scaled yet, in one go to the operands of the products that follow.
+void weights_and_slopes_by_matrices(const Backward& f, KeyTile& t, const Block& k, i64 n, bool everything) {
+    const Ends ends(f, k);
+    const vec<float> scale = spread((float)f.problem.scale);
+    for (i64 x = 0; x < LANES; x += WIDTH<float>) {
+        const vec<float> lse = load(ends.lse + x), delta = load(ends.delta + x);
+        for (i64 j = 0; j < padded(n, STEP); j += 2) {
+            vec<float> weight[2], ds[2];
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                const vec<float> product = load(t.raw + (j + i) * LANES + x);
+                weight[i] = exponential(product * scale - lse);
+                ds[i] = weight[i] * (load(t.ds + (j + i) * LANES + x) - delta);
+                if (!everything) {
+                    weight[i] = product == -INFINITE<float> ? vec<float>{} : weight[i];
+                    ds[i] = product == -INFINITE<float> ? vec<float>{} : ds[i];
+                }
+                if (j + i >= n) weight[i] = ds[i] = vec<float>{};
+            }
+            const __m512i slopes = narrowed(ds[0], ds[1]);
+            store_rows(narrowed(weight[0], weight[1]), t.weight_rows + j * LANES + x, t.weight_rows + (j + 1) * LANES + x);
+            store_rows(slopes, t.ds_rows + j * LANES + x, t.ds_rows + (j + 1) * LANES + x);
+            store_pairs(slopes, t.ds_pairs + j / 2 * LANES + x);
+        }
+    }
+}
+#endif
+
+// dQ^T (which begins here unless `add`), dK and dV grow by a tile's share; dQ and dK are multiplied by the scale at the end.
+#ifdef MATRIX_UNIT
+void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq, bool add) {
     const i64 dp = padded(f.problem.d, STEP), dvp = padded(f.problem.dv, STEP), depth = padded(n, STEP);
-    rows_of_tile(t.weight, n, t.tile_rows);
-    matrix_product(t.tile_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, LANES, true);
-    rows_of_tile(t.ds, n, t.tile_rows);
-    matrix_product(t.tile_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, LANES, true);
-    pairs_of_tile(t.ds, n, t.tile_pairs);
-    matrix_product(t.k_columns, KEYS, t.tile_pairs, LANES, dq, LANES, dp, LANES, depth, true);
+    matrix_product(t.weight_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, LANES, true);
+    matrix_product(t.ds_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, LANES, true);
+    matrix_product(t.k_columns, KEYS, t.ds_pairs, LANES, dq, LANES, dp, LANES, depth, add);
 }
 #else
-void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq) {
+void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
     const Problem& p = f.problem;
     const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
     product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
     product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, 1, true);
-    product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, true);
+    product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, add);
 }
 #endif
 
@@ -204,12 +242,18 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
     const Problem& p = f.problem;
     const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE), last = k.first + k.count - 1;
     const bool scored = p.score.by_query != nullptr, selective = masked || scored;
-    real* dq = (real*)f.dq_lanes + (chunk * p.batch * p.heads * f.blocks + item) * padded(p.d, DQ_WHOLE) * LANES;
+    const i64 share = chunk * p.batch * p.heads * f.blocks + item;
+    real* dq = (real*)f.dq_lanes + share * padded(p.d, DQ_WHOLE) * LANES;
+    const bool begun = f.begun[share];
+    f.begun[share] = true;
 #ifdef MATRIX_UNIT
     matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
     matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
-    for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
+    const bool plain = !scored && !p.threshold && p.scale > 0 && p.scale <= 1;
+    if (!plain)
+        for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
 #else
+    constexpr bool plain = false;
     product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
     product<real>(t.v.data, t.v.stride, 1, (const real*)f.do_lanes + item * p.dv * LANES, LANES, t.ds, LANES, n, LANES, p.dv, 1, false);
 #endif
@@ -221,19 +265,27 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
     if (k.count < LANES && scored)
         for (i64 j = 0; j < n; j++)
             for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
-    weights_and_slopes(f, t, k, kv0, n, !selective);
+    if (!plain) weights_and_slopes(f, t, k, kv0, n, !selective);
     if (scored) ((Slope)f.slope)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
 #ifdef MATRIX_UNIT
-    grow(f, t, item, n, dq);
+    if (plain) {
+        weights_and_slopes_by_matrices(f, t, k, n, !selective);
+    } else {
+        rows_of_tile(t.weight, n, t.weight_rows);
+        rows_of_tile(t.ds, n, t.ds_rows);
+        pairs_of_tile(t.ds, n, t.ds_pairs);
+    }
+    grow(f, t, item, n, dq, begun);
     if (t.finite && f.finite[item]) return;
     const Rows<real> q{t.q_wide, dp}, dout{t.do_wide, dvp};
+    t.k = rows_of<bfloat>(p.key, k.b, k.h / (p.heads / p.kv_heads), kv0, n, p.d, t.keys, p.d);
     widen_rows(place<bfloat>(p.query, k.b, k.h, k.first), p.query.stride[2], p.query.stride[3], k.count, p.d, t.q_wide, dp);
     widen_rows(place<bfloat>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, t.do_wide, dvp);
 #else
     const Rows<real> q = block_rows(f.q_rows, p.query, k, item, dp), dout = block_rows(f.do_rows, f.grad_out, k, item, dvp);
-    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, t.k, n, dq);
+    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, t.k, n, dq, begun);
     grow(f, t, k, without_infinities(q, k.count, p.d, t.q_wide, dp), without_infinities(dout, k.count, p.dv, t.do_wide, dvp),
-         without_infinities(t.k, n, p.d, t.k_sound, p.d), n, dq);
+         without_infinities(t.k, n, p.d, t.k_sound, p.d), n, dq, begun);
 #endif
     grow_by_infinities(f, t, k, q, dout, n, dq);
 }
@@ -242,18 +294,24 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
 
 void load_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 kv0, i64 n) {
     const Problem& p = f.problem;
-    t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
-    t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
-    t.finite = all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);
 #ifdef MATRIX_UNIT
     const i64 dp = padded(p.d, STEP), dvp = padded(p.dv, STEP);
-    bfloat* rows = (bfloat*)t.q_wide;  // not in use yet, nor is k_sound
-    pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
-    pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
-    __builtin_memcpy(rows, t.k_rows, (size_t)(KEYS * dp) * sizeof(bfloat));
-    if (!t.finite) clear_infinities(rows, KEYS * dp);
+    const bool keys = pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
+    const bool values = pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
+    t.finite = keys && values;
+    const bfloat* rows = t.k_rows;
+    if (!keys) {
+        bfloat* cleared = (bfloat*)t.q_wide;  // not in use yet, nor is k_sound
+        __builtin_memcpy(cleared, t.k_rows, (size_t)(KEYS * dp) * sizeof(bfloat));
+        clear_infinities(cleared, KEYS * dp);
+        rows = cleared;
+    }
     pairs_of_rows(rows, dp, (u32*)t.k_sound);
     transpose_words((const u32*)t.k_sound, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
+#else
+    t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
+    t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
+    t.finite = (p.mask.by_query || p.score.by_query) && all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);  // nobody asks where all is attended
 #endif
 }
 
@@ -321,15 +379,23 @@ void group_of_stretches(void* context, i64 group) {
 void finish_block(void* context, i64 item) {
     const Backward& f = *(const Backward*)context;
     const Problem& p = f.problem;
-    const i64 bh = item / f.blocks, size = padded(p.d, DQ_WHOLE) * LANES, step = p.batch * p.heads * f.blocks * size;
+    const i64 bh = item / f.blocks, size = padded(p.d, DQ_WHOLE) * LANES, items = p.batch * p.heads * f.blocks;
     const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
     if (k.count <= 0) return;
-    real* sum = (real*)f.dq_lanes + item * size;
-    for (i64 chunk = 1; chunk < f.chunks; chunk++)
-        for (i64 x = 0; x < size; x++) sum[x] += sum[chunk * step + x];
+    ELEMENT* dq = (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d;
+    real* sum = nullptr;
+    for (i64 share = item; share < f.chunks * items; share += items) {
+        if (!f.begun[share]) continue;
+        real* other = (real*)f.dq_lanes + share * size;
+        if (sum)
+            for (i64 x = 0; x < size; x++) sum[x] += other[x];
+        else
+            sum = other;
+    }
+    if (sum == nullptr) return (void)__builtin_memset(dq, 0, (size_t)(k.count * p.d) * sizeof(ELEMENT));
     real scale[LANES];
     for (i64 l = 0; l < LANES; l++) scale[l] = (real)p.scale;
-    store_transposed(sum, scale, (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d, p.d, 1, k.count, p.d);
+    store_transposed(sum, scale, dq, p.d, 1, k.count, p.d);
 }
 
 }  // namespace

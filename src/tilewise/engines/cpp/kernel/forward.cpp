@@ -102,10 +102,14 @@ void weigh(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64
     for (i64 k = 0; k < n * LANES; k++) t.scores[k] = t.kept[k] ? t.scores[k] : 0;
 }
 
-void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
-    const i64 hk = h / (p.heads / p.kv_heads);
+void load_queries(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last) {
     if (!t.has_q) transpose_rows(place<ELEMENT>(p.query, b, h, q0), p.query.stride[2], p.query.stride[3], q_last - q0 + 1, p.d, t.q);
     t.has_q = true;
+}
+
+void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
+    const i64 hk = h / (p.heads / p.kv_heads);
+    load_queries(p, t, b, h, q0, q_last);
     const Rows<real> keys = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
     const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
     const bool spoilt = (masked || p.score.by_query) && !all_finite(values, n, p.dv);
@@ -116,20 +120,26 @@ void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_la
     if (spoilt) hear_infinities<real>(t.final, 1, LANES, values, t.acc, 1, LANES, LANES, p.dv, n);
 }
 
+// Where a stretch of n keys from kv0 on lies among the packed blocks, or -1 if it is not one of them.
+i64 packed_block(const Problem& p, i64 b, i64 hk, i64 kv0, i64 n) {
+    if (kv0 % KEYS || n != at_most(KEYS, p.n_kv - kv0)) return -1;
+    return (b * p.kv_heads + hk) * ((p.n_kv + KEYS - 1) / KEYS) + kv0 / KEYS;
+}
+
 #ifdef MATRIX_UNIT
-// The same on the matrix unit; false for a stretch that begins inside a block.
+// The same on the matrix unit; false for a stretch that is no packed block.
 bool attend_block_by_matrices(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
     const Problem& p = f.problem;
-    const i64 hk = h / (p.heads / p.kv_heads), block = (b * p.kv_heads + hk) * ((p.n_kv + KEYS - 1) / KEYS) + kv0 / KEYS;
-    if (kv0 % KEYS) return false;
+    const i64 hk = h / (p.heads / p.kv_heads), block = packed_block(p, b, hk, kv0, n);
+    if (block < 0) return false;
     const i64 d = padded(p.d, STEP), dv = padded(p.dv, STEP), depth = padded(n, STEP);
-    const bool spoilt = !f.keys.finite[block];
+    const bool spoilt = !f.packed.finite[block];
     u32* weights = t.pairs + d / 2 * LANES;
-    matrix_product((const bfloat*)f.keys.rows + block * KEYS * d, d, t.pairs, LANES, t.scores, LANES, depth, LANES, d, false);
+    matrix_product((const bfloat*)f.packed.keys + block * KEYS * d, d, t.pairs, LANES, t.scores, LANES, depth, LANES, d, false);
     for (i64 x = 0; x < n * LANES; x++) t.scores[x] *= (real)p.scale;
     weigh(p, t, b, h, q0, q_last, kv0, n, masked, spoilt);
     pairs_of_tile(t.scores, n, weights);
-    matrix_product((const bfloat*)f.keys.transposed + block * dv * KEYS, KEYS, weights, LANES, t.acc, LANES, dv, LANES, depth, true);
+    matrix_product((const bfloat*)f.packed.values + block * dv * KEYS, KEYS, weights, LANES, t.acc, LANES, dv, LANES, depth, true);
     if (spoilt) hear_infinities<real>(t.final, 1, LANES, rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv), t.acc, 1, LANES, LANES, p.dv, n);
     return true;
 }
@@ -142,11 +152,37 @@ void pack_keys(void* context, i64 item) {
     scratch.reserve((size_t)(2 * KEYS * dv) * sizeof(bfloat) + 64);
     bfloat* rows = scratch.take<bfloat>(KEYS * dv);
     u32* pairs = scratch.take<u32>(KEYS / 2 * dv);
-    pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, (bfloat*)f.keys.rows + item * KEYS * d, d);
-    f.keys.finite[item] = pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, rows, dv);
-    if (!f.keys.finite[item]) clear_infinities(rows, KEYS * dv);
+    pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, (bfloat*)f.packed.keys + item * KEYS * d, d);
+    f.packed.finite[item] = pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, rows, dv);
+    if (!f.packed.finite[item]) clear_infinities(rows, KEYS * dv);
     pairs_of_rows(rows, dv, pairs);
-    transpose_words(pairs, dv, (u32*)f.keys.transposed + item * dv * KEYS / 2, KEYS / 2, KEYS / 2, dv);
+    transpose_words(pairs, dv, (u32*)f.packed.values + item * dv * KEYS / 2, KEYS / 2, KEYS / 2, dv);
+}
+#else
+// The same from panels; false for a stretch that is no packed block, or whose values are not all finite.
+bool attend_panels(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
+    const Problem& p = f.problem;
+    const i64 block = f.packed.keys ? packed_block(p, b, h / (p.heads / p.kv_heads), kv0, n) : -1;
+    if (block < 0 || !f.packed.finite[block]) return false;
+    load_queries(p, t, b, h, q0, q_last);
+    product_of_panels((const real*)f.packed.keys + block * KEYS * p.d, t.q, LANES, t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
+    weigh(p, t, b, h, q0, q_last, kv0, n, masked, false);
+    product_of_panels((const real*)f.packed.values + block * KEYS * p.dv, t.scores, LANES, t.acc, LANES, p.dv, LANES, n, (real)1, true);
+    return true;
+}
+
+void pack_keys(void* context, i64 item) {
+    const Forward& f = *(const Forward*)context;
+    const Problem& p = f.problem;
+    const i64 blocks = (p.n_kv + KEYS - 1) / KEYS, kv0 = item % blocks * KEYS, hk = item / blocks % p.kv_heads, b = item / blocks / p.kv_heads;
+    const i64 n = at_most(KEYS, p.n_kv - kv0);
+    scratch.reserve((size_t)(LANES * p.d + KEYS * p.dv) * sizeof(real) + 64);
+    real* turned = scratch.take<real>(LANES * p.d);
+    transpose_rows(place<ELEMENT>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, turned);
+    pack_panels(turned, LANES, n, p.d, (real*)f.packed.keys + item * KEYS * p.d);
+    const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, scratch.take<real>(KEYS * p.dv), p.dv);
+    pack_panels(values.data, values.stride, p.dv, n, (real*)f.packed.values + item * KEYS * p.dv);
+    f.packed.finite[item] = all_finite(values, n, p.dv);
 }
 #endif
 
@@ -155,6 +191,8 @@ void attend(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i6
         const i64 n = at_most(KEYS, last - kv0);
 #ifdef MATRIX_UNIT
         if (attend_block_by_matrices(f, t, b, h, q0, q_last, kv0, n, masked)) continue;
+#else
+        if (attend_panels(f, t, b, h, q0, q_last, kv0, n, masked)) continue;
 #endif
         attend_block(f.problem, t, b, h, q0, q_last, kv0, n, masked);
     }
@@ -225,9 +263,7 @@ void query_rows(void* context, i64 item) {
 extern "C" __attribute__((visibility("default"))) void tilewise_forward(const Forward* f) {
     const Problem& p = f->problem;
     const bool little = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK;
-#ifdef MATRIX_UNIT
-    p.run(pack_keys, (void*)f, p.batch * p.kv_heads * ((p.n_kv + KEYS - 1) / KEYS), little ? 1 : p.threads);
-#endif
+    if (f->packed.keys) p.run(pack_keys, (void*)f, p.batch * p.kv_heads * ((p.n_kv + KEYS - 1) / KEYS), little ? 1 : p.threads);
     p.run(query_rows, (void*)f, p.batch * p.heads * p.walk.rows, little ? 1 : p.threads);
 }
 

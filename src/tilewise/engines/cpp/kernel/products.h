@@ -31,17 +31,23 @@ __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, 
 
 template <int R> struct Count { static constexpr int value = R; };
 
-template <typename T, int X, typename E>
-void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
+// do_block(Count<R>, i) for the blocks of R rows, from row i on, that n_rows are cut into.
+template <typename F> INLINE void in_blocks(i64 n_rows, F do_block) {
     i64 i = 0;
     const auto next = [&](auto rows) {  // as many blocks of so many rows as are left
-        constexpr int R = decltype(rows)::value;
-        for (; i + R <= n_rows; i += R) product_block<T, R, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+        for (; i + rows.value <= n_rows; i += rows.value) do_block(rows, i);
     };
     next(Count<BLOCK_ROWS>{});
     next(Count<4>{});
     next(Count<2>{});
     next(Count<1>{});
+}
+
+template <typename T, int X, typename E>
+void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
+    in_blocks(n_rows, [&](auto rows, i64 i) {
+        product_block<T, decltype(rows)::value, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
+    });
 }
 
 // The same for n_columns columns, a multiple of the vector's width.
@@ -51,4 +57,24 @@ void product(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64
     i64 x = 0;
     for (; x + wide <= n_columns; x += wide) product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
     for (; x < n_columns; x += WIDTH<T>) product_columns<T, 1>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
+}
+
+// -- panels ------------------------------------------------------------------------------------------------------------
+
+// A[i][k] = from[k * step + i] in the order in which the blocks read it, [k][R] for each: one stream of memory instead of R rows, or of a piece of
+// every row, far apart.
+template <typename T> void pack_panels(const T* from, i64 step, i64 n_rows, i64 n_k, T* to) {
+    in_blocks(n_rows, [&](auto rows, i64 i) {
+        constexpr int R = decltype(rows)::value;
+        for (i64 k = 0; k < n_k; k++) __builtin_memcpy(to + i * n_k + k * R, from + k * step + i, R * sizeof(T));
+    });
+}
+
+// A product whose A lies in panels. n_columns is a multiple of a block's.
+template <typename T> void product_of_panels(const T* a, const T* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
+    for (i64 x = 0; x < n_columns; x += BLOCK_VECTORS * WIDTH<T>)
+        in_blocks(n_rows, [&](auto rows, i64 i) {
+            constexpr int R = decltype(rows)::value;
+            product_block<T, R, BLOCK_VECTORS>(a + i * n_k, 1, R, b + x, b_row, c + i * c_row + x, c_row, n_k, alpha, add);
+        });
 }
