@@ -6,7 +6,7 @@ import torch
 import tilewise as tw
 from tilewise import masks
 
-ENGINES = ["triton"]
+ENGINES = ["triton", "flex"]
 LENGTH, RUNS = 777, 30
 
 

@@ -7,7 +7,7 @@ from tests.cases import Case
 from tests.error_rule import check
 from tests.upstream_cases import UPSTREAM_CASES
 
-ENGINES = ["triton"]
+ENGINES = ["triton", "flex"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
