@@ -10,7 +10,6 @@ import tilewise as tw
 from tilewise import masks, scores
 from tilewise.engines.triton.launch import Counts
 
-
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 fused = pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU"))])
 
