@@ -15,7 +15,7 @@ LENGTH, RUNS = 777, 30
 def test_gradients_of_captures_are_bitwise_the_same_over_30_runs(engine: str, dtype: torch.dtype) -> None:
     """A table by distance, a gain by head, and one number for all."""
     query, key, value = (torch.randn(2, heads, LENGTH, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
-    table, gain, one = (torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((4, 2 * LENGTH - 1), (4,), ()))
+    table, gain, one = (torch.randn(shape, device="cuda", requires_grad=True) for shape in ((4, 2 * LENGTH - 1), (4,), ()))
 
     def step(deterministic: bool) -> tuple[torch.Tensor, ...]:
         out = tw.attention(

@@ -191,20 +191,23 @@ def test_hopper_is_the_first_choice_and_says_what_it_refuses() -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_hopper_hears_nothing_of_masked_keys(dim: int, value: float) -> None:
-    """Row 2: a poisoned key inside partial tiles changes nothing for queries that do not attend to it."""
+    """Row 2: a poisoned key changes nothing for queries that do not attend to it, nor for keys that only those attend to, though
+    they share tiles with it."""
     torch.manual_seed(0)
+    second, bad = 300, 333  # where the second document begins, and its poisoned key
+    mask = masks.document((torch.arange(500, device="cuda") >= second).long()) & masks.causal
     query, key, value_ = tensors(2, 4, 500, dim, 2)
     spoilt = [t.detach().clone() for t in (key, value_)]
     for t in spoilt:
-        t[:, :, 333] = value
+        t[:, :, bad] = value
     grad = torch.zeros_like(query)
-    grad[:, :, :333] = torch.randn_like(grad[:, :, :333])
+    grad[:, :, :bad] = torch.randn_like(grad[:, :, :bad])
 
     def passes(k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         k, v = k.detach().requires_grad_(), v.detach().requires_grad_()
-        out = tw.attention(query, k, v, mask=masks.causal, enable_gqa=True, backend="gluon")
+        out = tw.attention(query, k, v, mask=mask, enable_gqa=True, backend="gluon")
         dq, dk, dv = torch.autograd.grad(out, (query, k, v), grad)
-        return [out[:, :, :333], dq[:, :, :333], dk[:, :, :333], dv[:, :, :333]]
+        return [out[:, :, :bad], dq[:, :, :bad], dk[:, :, :second], dv[:, :, :second]]
 
     for a, b in zip(passes(key, value_), passes(*spoilt), strict=True):
         assert b.isfinite().all()

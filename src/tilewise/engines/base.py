@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilewise.problem import Problem
@@ -58,3 +59,11 @@ def like_query(query: Tensor, v_dim: int) -> Tensor:
     order = sorted(range(4), key=lambda d: (-strides[d], d))
     out = query.new_empty([shape[d] for d in order])
     return out.permute([order.index(d) for d in range(4)])
+
+
+def on_boundaries(t: Tensor) -> bool:
+    """Whether rows of consecutive elements begin on 16 bytes, as copies of 16 bytes need it."""
+    size = t.element_size()
+    # torch.compile knows no addresses; memory itself begins on boundaries
+    begin = t.storage_offset() * size if torch.compiler.is_compiling() else t.data_ptr()
+    return t.stride(3) == 1 and begin % 16 == 0 and all([s * size % 16 == 0 for s in t.stride()[:3]])

@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.engines.base import Engine, Gradients, Output, on_boundaries
 from tilewise.problem import Problem
 from tilewise.tiles import dense_capture
 
@@ -35,7 +35,7 @@ class NativeEngine(Engine):
             return "SDPA takes no mask but causal and a tensor of (queries, keys)"
         if problem.kv_len == 0 or problem.q_len == 0 or problem.batch == 0 or problem.heads == 0:
             return f"SDPA does not define empty problems, got {problem.describe()}"
-        if problem.device.type == "cuda" and not all([_on_boundaries(t) for t in (problem.query, problem.key, problem.value)]):
+        if problem.device.type == "cuda" and not all([on_boundaries(t) for t in (problem.query, problem.key, problem.value)]):
             return "SDPA's CUDA kernels need rows of consecutive elements that begin on 16 bytes"
         if problem.deterministic and problem.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
             return "SDPA is deterministic on CUDA only under torch.use_deterministic_algorithms(True)"
@@ -69,8 +69,3 @@ class NativeEngine(Engine):
 
     def _outside(self) -> NoReturn:
         raise NotImplementedError("the native engine is called directly, not through the tilewise operator")
-
-
-def _on_boundaries(t: Tensor) -> bool:
-    size = t.element_size()
-    return t.stride(3) == 1 and t.data_ptr() % 16 == 0 and all([s * size % 16 == 0 for s in t.stride()[:3]])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.engines.base import Engine, Gradients, Output, on_boundaries
 from tilewise.engines.gluon.config import forward_cut, forward_tile
 from tilewise.engines.triton import MISSING as NO_TRITON
 from tilewise.engines.triton import interpreted, on_current_device
@@ -79,11 +79,7 @@ def _strides(p: Problem) -> str | None:
 
 def describable(t: Tensor) -> bool:
     """Whether the copy engine can find the tensor's tiles."""
-    strides = [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
-    if t.shape[3] > 1 and t.stride(3) != 1:
-        return False
-    outer = strides[:-1] if t.shape[3] > 1 else strides
-    return t.data_ptr() % 16 == 0 and all([s > 0 and s * t.element_size() % 16 == 0 for s in outer])
+    return on_boundaries(t) and all([s > 0 for s, n in zip(t.stride(), t.shape, strict=True) if n > 1])
 
 
 def _tiles(p: Problem) -> str | None:
