@@ -1,6 +1,6 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [masks] [decode] [host] [maps] [memory] [cold] [--quick] [--save] [--engine triton] [--fa3 FOLDER]
+    python benchmarks/gpu.py [dense] [masks] [decode] [host] [maps] [memory] [cold] [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row and every figure is
 the median of several turns, because a card at its power limit moves by a few percent with what ran before.
@@ -34,7 +34,7 @@ from tilewise.problem import Options, Problem, make_problem
 
 TOKENS, WIDTH = 16384, 2048  # tokens in all; heads x head dim
 TURNS = 3
-RESULTS = Path(__file__).parent / "results" / "gpu.md"
+RESULTS = Path(__file__).parent / "results" / "gpu"  # one file for each part
 
 
 class Peer:
@@ -142,9 +142,21 @@ def tensors(batch: int, heads: int, length: int, dim: int, kv_heads: int | None 
     return make(heads, length), make(kv_heads or heads, kv_len or length), make(kv_heads or heads, kv_len or length)
 
 
+def our_names(args: argparse.Namespace) -> list[str]:
+    return [f"tilewise {engine}" for engine in args.engines]
+
+
+def ours(args: argparse.Namespace, mask: Any, score: Any) -> list[Peer]:
+    def forward(engine: str) -> Callable[..., Tensor]:
+        return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, score=score, backend=engine)
+
+    return [Peer(f"tilewise {engine}", forward(engine)) for engine in args.engines]
+
+
 def dense(args: argparse.Namespace) -> list[list[str]]:
     fa3 = flash3(args.fa3) if args.fa3 else None
-    table = [["work (forward / backward TFLOP/s)", f"tilewise {args.engine}", "cuDNN", "FA2", "torch flex", *(["FA3"] if fa3 else [])]]
+    flex = [] if args.no_flex else ["torch flex"]
+    table = [["work (forward / backward TFLOP/s)", *our_names(args), "cuDNN", "FA2", *flex, *(["FA3"] if fa3 else [])]]
     for dim in args.dims:
         for length in args.lengths:
             for causal in (False, True):
@@ -152,10 +164,10 @@ def dense(args: argparse.Namespace) -> list[list[str]]:
                 inputs = tensors(batch, heads, length, dim)
                 mask = masks.causal if causal else None
                 peers = [
-                    Peer("tilewise", lambda q, k, v, mask=mask: tilewise.attention(q, k, v, mask=mask, backend=args.engine)),
+                    *ours(args, mask, None),
                     Peer("cuDNN", sdpa(SDPBackend.CUDNN_ATTENTION, causal)),
                     Peer("FA2", sdpa(SDPBackend.FLASH_ATTENTION, causal)),
-                    Peer("flex", torch_flex(mask, None, length)),
+                    *([] if args.no_flex else [Peer("flex", torch_flex(mask, None, length))]),
                 ]
                 if fa3:
                     peers.append(Peer("FA3", lambda q, k, v, causal=causal: fa3(q, k, v, causal, -1), tokens_first=True))
@@ -183,14 +195,11 @@ def programmed(args: argparse.Namespace) -> list[list[str]]:
         "softcap 30 + causal": (causal, lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)),
         "relative bias + causal": (causal, lambda s, b, h, q, kv: s + relative[h, q - kv + length - 1]),
     }
-    table = [["work, B1 H16 S16384 D128 (forward / backward TFLOP/s)", f"tilewise {args.engine}", "torch flex", *(["FA3"] if fa3 else [])]]
+    table = [["work, B1 H16 S16384 D128 (forward / backward TFLOP/s)", *our_names(args), *([] if args.no_flex else ["torch flex"]), *(["FA3"] if fa3 else [])]]
     inputs = tensors(1, heads, length, dim)
     for name, (mask, score) in work.items():
         pairs = allowed_pairs(mask, length)
-        peers = [
-            Peer("tilewise", lambda q, k, v, mask=mask, score=score: tilewise.attention(q, k, v, mask=mask, score=score, backend=args.engine)),
-            Peer("flex", torch_flex(mask, score, length)),
-        ]
+        peers = [*ours(args, mask, score), *([] if args.no_flex else [Peer("flex", torch_flex(mask, score, length))])]
         if fa3:
             window = {"causal": -1, "causal window 1024": 1023}
             if name in window:
@@ -218,21 +227,21 @@ def allowed_pairs(mask: Any, length: int) -> int:
 
 
 def decode(args: argparse.Namespace) -> list[list[str]]:
-    table = [["decode, 32 query heads on 8, D128 (TB/s of keys and values read)", f"tilewise {args.engine}", "SDPA", "tilewise / SDPA"]]
+    table = [["decode, 32 query heads on 8, D128 (TB/s of keys and values read)", "tilewise", "SDPA", "tilewise / SDPA"]]
     for batch, length in ((1, 32768), (16, 8192), (64, 4096)):
         sets = [tuple(t.detach() for t in tensors(batch, 32, 1, 128, 8, length)) for _ in range(max(1, 2**28 // (batch * 8 * length * 128 * 4)))]
         bytes_read = 2 * batch * 8 * length * 128 * 2
         turn = iter(range(10**9))
 
-        def ours(sets: Any = sets, turn: Any = turn) -> Tensor:
+        def split(sets: Any = sets, turn: Any = turn) -> Tensor:
             q, k, v = sets[next(turn) % len(sets)]
-            return tilewise.attention(q, k, v, enable_gqa=True, backend=args.engine)
+            return tilewise.attention(q, k, v, enable_gqa=True, backend="flex")
 
         def theirs(sets: Any = sets, turn: Any = turn) -> Tensor:
             q, k, v = sets[next(turn) % len(sets)]
             return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-        rates = [bytes_read / statistics.median(graphed(f) for _ in range(TURNS)) / 1e9 for f in (ours, theirs)]
+        rates = [bytes_read / statistics.median(graphed(f) for _ in range(TURNS)) / 1e9 for f in (split, theirs)]
         cells = [f"B{batch} KV {length}", f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.2f}"]
         print("  ".join(f"{c:>14s}" for c in cells), flush=True)
         table.append(cells)
@@ -244,14 +253,14 @@ def host(args: argparse.Namespace) -> list[list[str]]:
     q, k, v = (t.detach() for t in tensors(1, 2, 128, 64))
     inputs = tensors(1, 2, 128, 64)
     function: Any = lambda b, h, i, j: i >= j  # noqa: E731
-    ours = tilewise.attention(*inputs, mask=masks.causal, backend=args.engine)
+    ours = tilewise.attention(*inputs, mask=masks.causal, backend=args.engines[0])
     theirs = functional.scaled_dot_product_attention(*inputs)
     flex = torch_flex(function, None, 128)
     work: dict[str, Callable[[], Any]] = {
         "SDPA": lambda: functional.scaled_dot_product_attention(q, k, v),
-        "tilewise": lambda: tilewise.attention(q, k, v, backend=args.engine),
-        "tilewise, a mask": lambda: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engine),
-        "tilewise, a function": lambda: tilewise.attention(q, k, v, mask=function, backend=args.engine),
+        "tilewise": lambda: tilewise.attention(q, k, v, backend=args.engines[0]),
+        "tilewise, a mask": lambda: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engines[0]),
+        "tilewise, a function": lambda: tilewise.attention(q, k, v, mask=function, backend=args.engines[0]),
         "torch flex": lambda: flex(q, k, v),
         "SDPA, backward": lambda: torch.autograd.grad(theirs, inputs, theirs, retain_graph=True),
         "tilewise, backward": lambda: torch.autograd.grad(ours, inputs, ours, retain_graph=True),
@@ -333,7 +342,7 @@ def memory(args: argparse.Namespace) -> list[list[str]]:
         return torch_flex(masks.causal, None, length)(q, k, v)  # its block mask counts, as our map does
 
     peers: dict[str, Callable[..., Tensor]] = {
-        f"tilewise {args.engine}": lambda q, k, v: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engine),
+        f"tilewise {args.engines[0]}": lambda q, k, v: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engines[0]),
         "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, True),
         "FA2": sdpa(SDPBackend.FLASH_ATTENTION, True),
         "torch flex": flex,
@@ -364,7 +373,7 @@ def peak_growth(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> i
 def cold(args: argparse.Namespace) -> list[list[str]]:
     """How long a mask and score that nobody has seen take to the end of their first backward; then again from what was stored."""
     table = [["first forward + backward of a new (mask, score) in a fresh process, B1 H16 S4096 D128", "nothing stored (s)", "stored (s)"]]
-    for name in (args.engine, "torch flex"):
+    for name in (args.engines[0], "torch flex"):
         with tempfile.TemporaryDirectory() as folder:
             seconds = [in_subprocess(Path(__file__), "cold_seconds", name, folder) for _ in range(2)]
         table.append([name, *[f"{s:.1f}" for s in seconds]])
@@ -399,12 +408,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["dense", "masks", "decode", "host", "maps", "memory", "cold"]
     parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
-    parser.add_argument("--engine", default="triton", help="the tilewise backend to measure")
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    own = ["gluon", "triton"] if hopper else ["triton"]
+    parser.add_argument("--engines", nargs="+", default=own, help="the tilewise engines to measure; the first where one will do")
+    parser.add_argument("--no-flex", action="store_true", help="leave out torch flex, which compiles for ten seconds a row")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
     parser.add_argument("--quick", action="store_true", help="one length, shorter measurements")
     parser.add_argument("--fa3", help="folder with FlashAttention-3's library, to measure it too")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}")
+    parser.add_argument("--save", action="store_true", help="write each part to benchmarks/results/gpu")
     args = parser.parse_args()
     args.rep = 40 if args.quick else 100
     if args.quick:
@@ -412,13 +424,11 @@ def main() -> None:
     parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
-    text = [f"# tilewise and its peers on a GPU\n\n{header}\n\n`python {' '.join(sys.argv)}`\n"]
     for name in args.parts or parts:
-        text.append(markdown(parts[name](args)) + "\n")
-    if args.save:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(text))
-        print(f"written to {RESULTS}")
+        table = markdown(parts[name](args))
+        if args.save:
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"{name}.md").write_text(f"# tilewise and its peers on a GPU: {name}\n\n{header}\n\n`python {' '.join(sys.argv)}`\n\n{table}\n")
 
 
 if __name__ == "__main__":
