@@ -413,14 +413,13 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=own, help="the tilewise engines to measure; the first where one will do")
     parser.add_argument("--no-flex", action="store_true", help="leave out torch flex, which compiles for ten seconds a row")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--lengths", type=int, nargs="+", help="2048 8192 16384 unless given; 8192 if quick")
     parser.add_argument("--quick", action="store_true", help="one length, shorter measurements")
     parser.add_argument("--fa3", help="folder with FlashAttention-3's library, to measure it too")
     parser.add_argument("--save", action="store_true", help="write each part to benchmarks/results/gpu")
     args = parser.parse_args()
     args.rep = 40 if args.quick else 100
-    if args.quick:
-        args.lengths = [8192]
+    args.lengths = args.lengths or ([8192] if args.quick else [2048, 8192, 16384])
     parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
