@@ -423,11 +423,12 @@ def main() -> None:
     parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
+    command = "python " + " ".join("FOLDER" if word == args.fa3 else word for word in sys.argv)
     for name in args.parts or parts:
         table = markdown(parts[name](args))
         if args.save:
             RESULTS.mkdir(exist_ok=True)
-            (RESULTS / f"{name}.md").write_text(f"# tilewise and its peers on a GPU: {name}\n\n{header}\n\n`python {' '.join(sys.argv)}`\n\n{table}\n")
+            (RESULTS / f"{name}.md").write_text(f"# tilewise and its peers on a GPU: {name}\n\n{header}\n\n`{command}`\n\n{table}\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ INTENTS = {
 }
 CANDIDATES = {"flex": ("gluon", "triton", "cpp", "blocked"), "flash": ("gluon", "triton", "cpp", "native", "blocked"), "math": ("reference",)}
 VARIABLE = "TILEWISE_BACKEND"
+WORTH_HOPPER = 8e9  # FLOPs, about 20 microseconds of GPU time: below that the host's time counts, and two kernels take 20 more of it than one
 
 
 class Verdict(NamedTuple):
@@ -139,8 +140,11 @@ def reason_against(engine: Engine, problem: Problem, request: Request) -> str | 
         if problem.dropout_p > 0 and request.seeded:
             return "SDPA's dropout takes no seed"
     reason = engine.refuse(problem)
-    if reason is None and engine.name == "native" and request.backend != "native" and problem.mask is not None:
-        return _leak(problem)
+    if reason is None and engine.name != request.backend:  # what follows does not count if the engine was asked for by name
+        if engine.name == "native" and problem.mask is not None:
+            return _leak(problem)
+        if engine.name == "gluon" and problem.flops < WORTH_HOPPER:
+            return "so small a problem starts sooner on the Triton engine"
     return reason
 
 

@@ -93,6 +93,11 @@ class Problem:
         return [self.query, self.key, self.value, *captures, *([] if self.sinks is None else [self.sinks])]
 
     @property
+    def flops(self) -> int:
+        """Of a forward in which everything is attended."""
+        return 2 * self.batch * self.heads * self.q_len * self.kv_len * (self.head_dim + self.v_dim)
+
+    @property
     def is_causal_only(self) -> bool:
         return self.mask is not None and self.tiles is None and self.mask.program.text == CAUSAL_TEXT
 

@@ -6,7 +6,7 @@ import torch
 import tilewise as tw
 from tilewise import masks
 
-ENGINES = ["triton", "flex"]
+ENGINES = ["triton", "gluon"]
 LENGTH, RUNS = 777, 30
 
 
@@ -14,6 +14,8 @@ LENGTH, RUNS = 777, 30
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_of_captures_are_bitwise_the_same_over_30_runs(engine: str, dtype: torch.dtype) -> None:
     """A table by distance, a gain by head, and one number for all."""
+    if engine == "gluon" and dtype == torch.float32:
+        pytest.skip("the Hopper engine computes in 16 bits")
     query, key, value = (torch.randn(2, heads, LENGTH, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     table, gain, one = (torch.randn(shape, device="cuda", requires_grad=True) for shape in ((4, 2 * LENGTH - 1), (4,), ()))
 

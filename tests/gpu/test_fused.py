@@ -174,9 +174,10 @@ hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 
 @hopper
 def test_hopper_is_the_first_choice_and_says_what_it_refuses() -> None:
-    inputs = tensors(1, 2, 300, 64)
+    inputs = tensors(1, 16, 2048, 64)
     for backend in ("flex", "flash"):
         assert tw.explain(*inputs, mask=masks.causal, backend=backend).engine == "gluon"
+        assert tw.explain(*tensors(1, 2, 300, 64), mask=masks.causal, backend=backend).engine == "triton"  # starts sooner
     for refused, reason in (
         (tensors(1, 2, 300, 64, dtype=torch.float32), "either bfloat16 or float16"),
         (tensors(1, 2, 300, 60), "multiples of 8"),

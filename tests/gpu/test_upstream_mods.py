@@ -5,13 +5,15 @@ import torch
 
 from tests.cases import Case
 from tests.error_rule import check
+from tests.triton_misses import refused
 from tests.upstream_cases import UPSTREAM_CASES
 
-ENGINES = ["triton", "flex"]
+ENGINES = ["triton", "gluon"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", UPSTREAM_CASES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine(engine: str, case: Case, dtype: torch.dtype) -> None:
+    refused(case, "cuda", dtype, engine)
     check(case, engine, "cuda", dtype)

@@ -62,8 +62,7 @@ def like_query(query: Tensor, v_dim: int) -> Tensor:
 
 
 def on_boundaries(t: Tensor) -> bool:
-    """Whether rows of consecutive elements begin on 16 bytes, as copies of 16 bytes need it."""
-    size = t.element_size()
-    # torch.compile knows no addresses; memory itself begins on boundaries
-    begin = t.storage_offset() * size if torch.compiler.is_compiling() else t.data_ptr()
-    return t.stride(3) == 1 and begin % 16 == 0 and all([s * size % 16 == 0 for s in t.stride()[:3]])
+    """Whether rows of consecutive elements begin on 16 bytes, as copies of 16 bytes need it. torch.compile knows no addresses: there, they are taken
+    to be good, and an engine has to look again when it runs."""
+    known = torch.compiler.is_compiling() or t.data_ptr() % 16 == 0
+    return known and t.stride(3) == 1 and all([s * t.element_size() % 16 == 0 for s in t.stride()[:3]])

@@ -1,5 +1,7 @@
 """How the Hopper kernels are cut, by head dim. Measured on an H200; docs/kernels/hopper.md tells the story."""
 
+from functools import lru_cache
+
 from tilewise.engines.gluon.cuts import BackwardCut, ForwardCut
 from tilewise.problem import Problem
 
@@ -13,9 +15,12 @@ def padded(size: int) -> int:
 
 
 def forward_cut(p: Problem) -> ForwardCut:
-    d, dv = padded(p.head_dim), padded(p.v_dim)
+    return _forward_cut(padded(p.head_dim), padded(p.v_dim), p.tiles is not None and p.tiles.given)
+
+
+@lru_cache(maxsize=64)
+def _forward_cut(d: int, dv: int, given: bool) -> ForwardCut:
     width = max(d, dv)
-    given = p.tiles is not None and p.tiles.given
     if width == 64 and not given:
         return ForwardCut(d, dv, block_n=128, warpgroups=3, k_stages=3, v_stages=3, ping_pong=True, own_o_buffer=True)
     if width <= 128:
@@ -28,8 +33,12 @@ def forward_tile(cut: ForwardCut) -> tuple[int, int]:
 
 
 def backward_cut(p: Problem) -> BackwardCut:
-    d = max(padded(p.head_dim), padded(p.v_dim))
-    return BackwardCut(d, stages=2, ahead=d == 128 or p.mask is None)
+    return _backward_cut(max(padded(p.head_dim), padded(p.v_dim)), p.mask is None)
+
+
+@lru_cache(maxsize=64)
+def _backward_cut(d: int, full: bool) -> BackwardCut:
+    return BackwardCut(d, stages=2, ahead=d == 128 or full)
 
 
 def backward_tile(cut: BackwardCut) -> tuple[int, int]:

@@ -24,6 +24,8 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def forward(p: Problem) -> Output:
+    if (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16:  # a compiled graph did not know
+        return triton_run.forward(p)
     out = like_query(p.query, p.v_dim)
     lse = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     output = Output(out, lse, torch.empty_like(lse))
@@ -35,13 +37,13 @@ def forward(p: Problem) -> Output:
 
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-    if not takes_backward(p, wanted):
+    # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
+    if not takes_backward(p, wanted) or not all([describable(t) for t in (p.query, p.key, p.value)]):
         return triton_run.backward(p, output, grad_out, grad_lse, wanted)
     if not describable(grad_out):
         grad_out = grad_out.contiguous()
     work = Workspace(p)
     dlse = None if grad_lse is None else grad_lse.float().contiguous()
-    # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
     places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, output.out, output.lse, grad_out)])
     before = prepare_own(output, grad_out, dlse, work)
     _ready(p, ("prepare backward", places, dlse is None), lambda: prepare_backward_launch(p, before)).start(before)
