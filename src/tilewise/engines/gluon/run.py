@@ -162,7 +162,7 @@ def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "tiles": counted(tiles), "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.heads,
-            "n_group": heads_at_a_time(p, tiles.mapped) * (p.heads // p.kv_heads), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
+            "n_group": min(heads_at_a_time(p, tiles.mapped) * (p.heads // p.kv_heads), p.batch * p.heads), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
@@ -271,4 +271,4 @@ def heads_at_a_time(p: Problem, mapped: bool) -> int:
         return 1
     bytes_of_head = p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size()
     at_once = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
-    return at_once
+    return min(at_once, p.batch * p.kv_heads)
