@@ -155,14 +155,15 @@ def forward_tiles(p: Problem) -> KernelTiles:
 
 def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
     tiles = forward_tiles(p)
-    items = p.batch * p.heads * tiles.count
+    heads = p.batch * p.heads
+    group = min(heads_at_a_time(p, tiles.mapped) * (p.heads // p.kv_heads), heads)
     return Launch(
         "hopper_forward",
-        min(items, processors(p.device)),
+        min(heads * tiles.count, processors(p.device)),
         own,
         {
-            "tiles": counted(tiles), "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.heads,
-            "n_group": min(heads_at_a_time(p, tiles.mapped) * (p.heads // p.kv_heads), p.batch * p.heads), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
+            "tiles": counted(tiles), "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": heads,
+            "n_group": group, "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
