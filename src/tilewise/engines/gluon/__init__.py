@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Engine, Gradients, Output, on_boundaries
+from tilewise.engines.base import on_boundaries
 from tilewise.engines.gluon.config import forward_cut, forward_tile
 from tilewise.engines.triton import MISSING as NO_TRITON
-from tilewise.engines.triton import interpreted, on_current_device
+from tilewise.engines.triton import KernelEngine, interpreted
 from tilewise.problem import Problem
 
 HOPPER = (9, 0)
@@ -22,7 +22,7 @@ OLDEST_TRITON = (3, 6)
 LARGEST_HEAD_DIM = 256
 
 
-class GluonEngine(Engine):
+class GluonEngine(KernelEngine):
     name = "gluon"
     summary = "warp-specialised kernels for Hopper GPUs (H100, H200)"
 
@@ -36,17 +36,8 @@ class GluonEngine(Engine):
             return f"its kernels are for compute capability {HOPPER[0]}.{HOPPER[1]}, the GPU has {capability[0]}.{capability[1]}"
         return refuse_problem(problem)
 
-    def forward(self, problem: Problem) -> Output:
-        if on_current_device(problem.device):
-            return _run().forward(problem)
-        with torch.cuda.device(problem.device):
-            return _run().forward(problem)
-
-    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-        if on_current_device(problem.device):
-            return _run().backward(problem, output, grad_out, grad_lse, wanted)
-        with torch.cuda.device(problem.device):
-            return _run().backward(problem, output, grad_out, grad_lse, wanted)
+    def kernels(self) -> Any:
+        return _run()
 
 
 def refuse_problem(p: Problem) -> str | None:

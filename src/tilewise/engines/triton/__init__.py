@@ -6,6 +6,7 @@ Triton is imported when the engine first serves a call, never by `import tilewis
 import importlib.metadata
 import importlib.util
 import os
+from abc import abstractmethod
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,27 @@ OLDEST_GPU = (8, 0)
 OLDEST_TRITON = (3, 3)
 
 
-class TritonEngine(Engine):
+class KernelEngine(Engine):
+    """An engine of Triton kernels, which start on the current device: that need not be the tensors'."""
+
+    @abstractmethod
+    def kernels(self) -> Any:
+        """The module that imports Triton."""
+
+    def forward(self, problem: Problem) -> Output:
+        if on_current_device(problem.device):
+            return self.kernels().forward(problem)
+        with torch.cuda.device(problem.device):
+            return self.kernels().forward(problem)
+
+    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        if on_current_device(problem.device):
+            return self.kernels().backward(problem, output, grad_out, grad_lse, wanted)
+        with torch.cuda.device(problem.device):
+            return self.kernels().backward(problem, output, grad_out, grad_lse, wanted)
+
+
+class TritonEngine(KernelEngine):
     name = "triton"
     summary = "fused kernels, forward, backward and decode, on NVIDIA GPUs from Ampere on"
 
@@ -42,17 +63,8 @@ class TritonEngine(Engine):
                 return f"it needs given tiles that are multiples of {LEAST_TILE}, got {tile}"
         return None
 
-    def forward(self, problem: Problem) -> Output:
-        if on_current_device(problem.device):
-            return _run().forward(problem)
-        with torch.cuda.device(problem.device):
-            return _run().forward(problem)
-
-    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-        if on_current_device(problem.device):
-            return _run().backward(problem, output, grad_out, grad_lse, wanted)
-        with torch.cuda.device(problem.device):
-            return _run().backward(problem, output, grad_out, grad_lse, wanted)
+    def kernels(self) -> Any:
+        return _run()
 
 
 @lru_cache(maxsize=1)
