@@ -1,0 +1,69 @@
+"""What the Hopper engine takes and refuses, as far as it can be told without a GPU."""
+
+import pytest
+import torch
+
+from tilewise import masks
+from tilewise.dispatch import Request, reason_against
+from tilewise.engines import engine_named
+from tilewise.engines.gluon import GluonEngine, describable, refuse_problem
+from tilewise.engines.gluon.config import backward_cut, backward_tile, forward_cut, forward_tile
+from tilewise.problem import Options, Problem, make_problem
+
+
+def problem(shape: tuple[int, ...] = (2, 4, 512, 64), v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, mask: object = None) -> Problem:
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    value = torch.empty((*shape[:3], v_dim or shape[3]), dtype=dtype, device="meta")
+    return make_problem(query, query, value, mask, None, Options())[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"dtype": torch.float32}, "either bfloat16 or float16, got torch.float32"),
+        ({"shape": (1, 2, 512, 320)}, "up to 256, got 320 and 320"),
+        ({"shape": (1, 2, 512, 60)}, "multiples of 8, got 60"),
+        ({"v_dim": 20}, "multiples of 8, got 64 and 20"),
+        ({"shape": (0, 2, 512, 64)}, "got none"),
+    ],
+)
+def test_refusals_name_what_was_given(asked: dict[str, object], reason: str) -> None:
+    assert reason in str(refuse_problem(problem(**asked)))  # type: ignore[arg-type]
+
+
+def test_what_the_copy_engine_can_describe() -> None:
+    whole = torch.empty(2, 4, 64, 64, dtype=torch.bfloat16)
+    assert describable(whole) and describable(whole.transpose(1, 2)) and describable(whole[..., 8:40]) and describable(whole[:, :, ::2])
+    assert not describable(whole[..., 1:33])  # begins inside 16 bytes
+    assert not describable(whole.transpose(2, 3))  # rows are not consecutive
+    assert not describable(whole[:, :, :1].expand(2, 4, 64, 64))  # one row for all
+    assert not describable(torch.empty(2, 4, 64, 60, dtype=torch.bfloat16)[..., :56])  # rows of 120 bytes
+
+
+def test_what_torch_compile_does_not_know_does_not_stop_it() -> None:
+    taken = torch.compile(lambda t: t + 1 if describable(t) else t, fullgraph=True, backend="eager")
+    assert taken(torch.zeros(1, 2, 4, 64)).sum() == 512
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (96, 96), (128, 64), (192, 128), (256, 256), (64, 256)])
+def test_cuts_fit_shared_memory_and_hold_the_head_dims(dims: tuple[int, int]) -> None:
+    p = problem((1, 2, 512, dims[0]), dims[1])
+    cut = forward_cut(p)
+    rows, keys = forward_tile(cut)
+    assert cut.d >= dims[0] and cut.dv >= dims[1]
+    queries_bytes = 2 * rows * (cut.d + (cut.dv if cut.own_o_buffer else 0))
+    assert queries_bytes + 2 * keys * (cut.k_stages * cut.d + cut.v_stages * cut.dv) <= 227 * 1024 - 1024
+    if max(dims) <= 128:
+        assert backward_cut(p).d >= max(dims) and backward_tile(backward_cut(p))[1] == 128
+
+
+def test_small_problems_go_elsewhere_unless_it_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GluonEngine, "refuse", lambda self, p: refuse_problem(p))
+    engine = engine_named("gluon")
+    small, large = problem((1, 2, 128, 64), mask=masks.causal), problem((1, 16, 4096, 64), mask=masks.causal)
+
+    def reason(p: Problem, backend: str) -> str | None:
+        return reason_against(engine, p, Request(backend, "a test", False, False))
+
+    assert "sooner" in str(reason(small, "flex")) and reason(small, "gluon") is None
+    assert reason(large, "flex") is None and reason(large, "auto") is None
