@@ -104,11 +104,11 @@ def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], 
     if arch != gluon.ARCHITECTURE or gluon.MISSING is not None or gluon.refuse_problem(problem) is not None:
         return ahead.forward_launches(problem) + (ahead.backward_launches(problem, learned) if backward else [])
     from tilewise.engines.gluon import ahead as hopper
-    from tilewise.engines.gluon import run as hopper_run
 
     launches = hopper.forward_launches(problem)
     if backward:
-        launches += hopper.backward_launches(problem) if hopper_run.takes_backward(problem, learned) else ahead.backward_launches(problem, learned)
+        own = gluon.refuse_backward(problem, bool(learned)) is None
+        launches += hopper.backward_launches(problem) if own else ahead.backward_launches(problem, learned)
     return launches
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tilewise.attention import problem_of_call
 from tilewise.dispatch import INTENTS, Request, check_name, choose, requested_backend
-from tilewise.engines import ENGINES
+from tilewise.engines import ENGINES, Engine
 from tilewise.plan import map_of
-from tilewise.problem import Options
+from tilewise.problem import Options, Problem
 from tilewise.scores import ScoreFunction
 
 TILE = (128, 128)
@@ -71,18 +71,19 @@ def explain(
     if tile_map is not None:
         repeats = problem.batch * problem.heads // (tile_map.geometry.batch * tile_map.geometry.heads)
         computed, pairs, total = tile_map.computed_tiles * repeats, tile_map.computed_pairs() * repeats, tile_map.total_tiles * repeats
-    verdicts = tuple(_verdict(e.name, e.summary, chosen, said, name) for e in ENGINES)
+    verdicts = tuple(_verdict(e, problem, chosen, said, name) for e in ENGINES)
     flops = 2 * (problem.head_dim + problem.v_dim) * pairs
     return Explanation(problem.describe(), mask_name, name, source, chosen, verdicts, computed, total - computed, flops)
 
 
-def _verdict(engine: str, summary: str, chosen: str | None, said: dict[str, str | None], backend: str) -> EngineVerdict:
-    if engine == chosen:
-        return EngineVerdict(engine, "chosen", summary)
-    if engine not in said:
-        return EngineVerdict(engine, "not asked", f"{backend!r} does not include it" + ("; never chosen by itself" if engine == "reference" else ""))
-    reason = said[engine]
-    return EngineVerdict(engine, "could", "comes later in the order") if reason is None else EngineVerdict(engine, "refused", reason)
+def _verdict(engine: Engine, problem: Problem, chosen: str | None, said: dict[str, str | None], backend: str) -> EngineVerdict:
+    name = engine.name
+    if name == chosen:
+        return EngineVerdict(name, "chosen", engine.says(problem))
+    if name not in said:
+        return EngineVerdict(name, "not asked", f"{backend!r} does not include it" + ("; never chosen by itself" if name == "reference" else ""))
+    reason = said[name]
+    return EngineVerdict(name, "could", "comes later in the order") if reason is None else EngineVerdict(name, "refused", reason)
 
 
 def backends() -> dict[str, str]:

@@ -67,3 +67,20 @@ def test_small_problems_go_elsewhere_unless_it_is_asked_for_by_name(monkeypatch:
 
     assert "sooner" in str(reason(small, "flex")) and reason(small, "gluon") is None
     assert reason(large, "flex") is None and reason(large, "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"shape": (1, 2, 512, 256)}, "head dims above 128"),
+        ({"shape": (1, 2, 512, 64), "v_dim": 192}, "head dims above 128"),
+        ({"shape": (1, 2, 512, 128)}, None),
+    ],
+)
+def test_explain_tells_whose_the_backward_is(asked: dict[str, object], reason: str | None) -> None:
+    said = engine_named("gluon").says(problem(**asked))  # type: ignore[arg-type]
+    assert said.endswith(f"the backward is the Triton engine's: {reason}" if reason else "(H100, H200)")
+
+
+def test_a_deterministic_backward_is_the_triton_engines() -> None:
+    assert "the same every time" in engine_named("gluon").says(problem().with_tensors(deterministic=True))

@@ -72,11 +72,11 @@ def test_the_backwards_loop_waits_only_where_it_must(mask: object, dim: int) -> 
     ],
 )
 def test_every_variant_compiles(asked: dict[str, object]) -> None:
-    from tilewise.engines.gluon import ahead, run
+    from tilewise.engines.gluon import ahead, refuse_backward
     from tilewise.engines.triton.launch import parts_of, request_of
 
     p = problem(**asked)  # type: ignore[arg-type]
-    launches = ahead.forward_launches(p) + (ahead.backward_launches(p) if run.takes_backward(p, frozenset()) else [])
+    launches = ahead.forward_launches(p) + (ahead.backward_launches(p) if refuse_backward(p, learns=False) is None else [])
     looks = p.mask is not None  # into the tiles of the map
     assert len(launches) == (2 if p.head_dim > 128 else 5) + looks
     for launch in launches:

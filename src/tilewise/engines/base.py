@@ -37,6 +37,10 @@ class Engine(ABC):
     def refuse(self, problem: Problem) -> str | None:
         """Why this engine cannot serve the problem, with the values at fault; None if it can."""
 
+    def says(self, problem: Problem) -> str:
+        """What it does with a problem it serves."""
+        return self.summary
+
     @abstractmethod
     def forward(self, problem: Problem) -> Output: ...
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.base import on_boundaries
-from tilewise.engines.gluon.config import forward_cut, forward_tile
+from tilewise.engines.gluon.config import backward_cut, backward_tile, forward_cut, forward_tile
 from tilewise.engines.triton import MISSING as NO_TRITON
 from tilewise.engines.triton import KernelEngine, interpreted
 from tilewise.problem import Problem
@@ -20,6 +20,7 @@ HOPPER = (9, 0)
 ARCHITECTURE = 90
 OLDEST_TRITON = (3, 6)
 LARGEST_HEAD_DIM = 256
+LARGEST_IN_BACKWARD = 128
 
 
 class GluonEngine(KernelEngine):
@@ -36,6 +37,11 @@ class GluonEngine(KernelEngine):
             return f"its kernels are for compute capability {HOPPER[0]}.{HOPPER[1]}, the GPU has {capability[0]}.{capability[1]}"
         return refuse_problem(problem)
 
+    def says(self, problem: Problem) -> str:
+        captures = () if problem.score is None else problem.score.captures
+        reason = refuse_backward(problem, learns=any([t.requires_grad for t in captures]))
+        return self.summary if reason is None else f"{self.summary}; the backward is the Triton engine's: {reason}"
+
     def kernels(self) -> Any:
         return _run()
 
@@ -45,6 +51,19 @@ def refuse_problem(p: Problem) -> str | None:
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"Query, key, and value must be either bfloat16 or float16, got {p.dtype}"
     return _shape(p) or _strides(p) or _tiles(p)
+
+
+def refuse_backward(p: Problem, learns: bool) -> str | None:
+    """Why a backward is left to the Triton engine's kernels. `learns`: gradients of captured tensors are asked for."""
+    if max(p.head_dim, p.v_dim) > LARGEST_IN_BACKWARD:
+        return f"head dims above {LARGEST_IN_BACKWARD}"
+    if p.deterministic:
+        return "dQ is added up in any order here, and it must be the same every time"
+    if learns:
+        return "a score's captured tensors want gradients"
+    if p.tiles is not None and p.tiles.given and any([given % own for given, own in zip(p.tiles.tile, backward_tile(backward_cut(p)), strict=True)]):
+        return f"tiles of {p.tiles.tile} were given"
+    return None
 
 
 def _shape(p: Problem) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.base import Gradients, Output, like_query
-from tilewise.engines.gluon import describable
+from tilewise.engines.gluon import describable, refuse_backward
 from tilewise.engines.gluon.config import ROWS, backward_cut, backward_tile, forward_cut, forward_tile
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.config import Config, padded
@@ -38,7 +38,7 @@ def forward(p: Problem) -> Output:
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
     # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
-    if not takes_backward(p, wanted) or not all([describable(t) for t in (p.query, p.key, p.value)]):
+    if refuse_backward(p, bool(wanted)) is not None or not all([describable(t) for t in (p.query, p.key, p.value)]):
         return triton_run.backward(p, output, grad_out, grad_lse, wanted)
     if not describable(grad_out):
         grad_out = grad_out.contiguous()
@@ -65,16 +65,6 @@ class Workspace:
         self.lse_padded, self.delta_padded = self.delta.new_empty((2, heads * rows)).unbind()
         self.sums = self.delta.new_empty((heads * rows * cut.d // 32, 32))  # of dQ
         self.unsound = torch.empty((p.batch * p.kv_heads * -(-p.kv_len // backward_tile(cut)[1]), 2), dtype=torch.int32, device=p.device)
-
-
-def takes_backward(p: Problem, wanted: frozenset[int]) -> bool:
-    """Other backwards are the Triton engine's: those of large head dims, those that must be the same every time (dQ is added up in any
-    order here), and gradients of captured tensors."""
-    if p.deterministic or wanted or max(p.head_dim, p.v_dim) > 128:
-        return False
-    if p.tiles is None or not p.tiles.given:
-        return True
-    return all([given % own == 0 for given, own in zip(p.tiles.tile, backward_tile(backward_cut(p)), strict=True)])
 
 
 def padded_rows(p: Problem) -> int:
