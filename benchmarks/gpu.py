@@ -418,6 +418,8 @@ def main() -> None:
     parser.add_argument("--fa3", help="folder with FlashAttention-3's library, to measure it too")
     parser.add_argument("--save", action="store_true", help="write each part to benchmarks/results/gpu")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU here, or a torch without CUDA; benchmarks/cpu.py and benchmarks/anywhere.py need none")
     args.rep = 40 if args.quick else 100
     args.lengths = args.lengths or ([8192] if args.quick else [2048, 8192, 16384])
     parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}

@@ -96,19 +96,18 @@ def _for_gpus(problems: list[Problem], singles: list[Problem], architectures: li
 
 
 def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], Any]]:
-    """What a call starts on this architecture."""
+    """What calls like this problem start on this architecture: on Hopper small ones take the Triton engine, large ones its own."""
     from tilewise.engines import gluon
     from tilewise.engines.triton import ahead
 
     learned = _learned(problem)
-    if arch != gluon.ARCHITECTURE or gluon.MISSING is not None or gluon.refuse_problem(problem) is not None:
-        return ahead.forward_launches(problem) + (ahead.backward_launches(problem, learned) if backward else [])
-    from tilewise.engines.gluon import ahead as hopper
+    launches = ahead.forward_launches(problem) + (ahead.backward_launches(problem, learned) if backward else [])
+    if arch == gluon.ARCHITECTURE and gluon.MISSING is None and gluon.refuse_problem(problem) is None:
+        from tilewise.engines.gluon import ahead as hopper
 
-    launches = hopper.forward_launches(problem)
-    if backward:
-        own = gluon.refuse_backward(problem, bool(learned)) is None
-        launches += hopper.backward_launches(problem) if own else ahead.backward_launches(problem, learned)
+        launches += hopper.forward_launches(problem)
+        if backward and gluon.refuse_backward(problem, bool(learned)) is None:
+            launches += hopper.backward_launches(problem)
     return launches
 
 

@@ -6,18 +6,11 @@ import pytest
 import torch
 
 from tests.machine_code import loops_of_products, machine_code
-from tilewise import masks, scores, store
+from tilewise import masks, scores
 from tilewise.engines.gluon import MISSING
 from tilewise.problem import Options, Problem, make_problem
 
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(store.VARIABLE, str(tmp_path_factory.mktemp("kernels") / "store"))
-        yield
+pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.usefixtures("empty_store")]
 
 
 def problem(dim: int, v_dim: int | None = None, mask: object = None, score: object = None, **options: object) -> Problem:
@@ -77,7 +70,6 @@ def test_every_variant_compiles(asked: dict[str, object]) -> None:
 
     p = problem(**asked)  # type: ignore[arg-type]
     launches = ahead.forward_launches(p) + (ahead.backward_launches(p) if refuse_backward(p, learns=False) is None else [])
-    looks = p.mask is not None  # into the tiles of the map
-    assert len(launches) == (2 if p.head_dim > 128 else 5) + looks
+    assert len(launches) == (2 if p.head_dim > 128 else 5)
     for launch in launches:
         assert parts_of(request_of(launch()[0], 90))["cubin"]

@@ -6,7 +6,6 @@ import torch
 
 from tilewise.engines.base import Output, like_query
 from tilewise.engines.gluon import run
-from tilewise.engines.triton.ahead import map_launches
 from tilewise.engines.triton.launch import Launch
 from tilewise.problem import Problem
 
@@ -17,7 +16,6 @@ def forward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
     return [
         lambda: [run.forward_launch(p, run.forward_own(p, output, counter))],
         lambda: [run.mend_forward_launch(p, run.mend_own(p, output))],
-        *map_launches(p),
     ]
 
 

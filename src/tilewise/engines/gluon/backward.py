@@ -27,11 +27,10 @@ from tilewise.engines.gluon.pieces import (
     tma_load,
     tma_store,
     uniform,
-    unit,
     unsound_rows,
     write_note,
 )
-from tilewise.engines.triton.steps import kept
+from tilewise.engines.triton.steps import kept, unit
 
 KEYS = gl.constexpr(64)  # keys of a warpgroup
 STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: 256 consumer threads arrive, the load warp syncs

@@ -31,11 +31,10 @@ from tilewise.engines.gluon.pieces import (
     tma_load,
     tma_store,
     uniform,
-    unit,
     unsound_rows,
     write_note,
 )  # fmt: skip
-from tilewise.engines.triton.steps import kept
+from tilewise.engines.triton.steps import kept, unit
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 TURN = gl.constexpr(5)  # named barriers 5, 6, 7: whose turn it is to issue products

@@ -84,15 +84,6 @@ def next_item(p_counter, n_items):
 
 
 @gluon.jit
-def unit(scale, SCORE: gl.constexpr):
-    """What turns final scores into base 2. Without a score function the scale waits until here, where the multiplication costs nothing."""
-    if SCORE is None:
-        return scale * LOG2E
-    else:
-        return scale * 0 + LOG2E
-
-
-@gluon.jit
 def final_scores(
     b_s, masked, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):  # fmt: skip

@@ -30,8 +30,15 @@ class OutOfSharedMemory(RuntimeError):
 def library() -> ctypes.CDLL:
     cuda = ctypes.CDLL("libcuda.so.1")
     cuda.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    cuda.cuTensorMapReplaceAddress.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return cuda
+
+
+@lru_cache(maxsize=1)
+def replace_address() -> Any:
+    """Sets the address of a tensor map. Drivers before CUDA 12 have no tensor maps, so this is looked up when a kernel has one."""
+    function = library().cuTensorMapReplaceAddress
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return function
 
 
 def check(code: int, what: str) -> None:
@@ -150,7 +157,7 @@ class Kernel:
                 own = image.pointers.pack(*addresses)
                 ctypes.memmove(self._address + image.pointers_at, own, len(own))
             for place, t in zip(self._maps_at, described, strict=True):
-                library().cuTensorMapReplaceAddress(self._address + place, t.data_ptr())
+                check(replace_address()(self._address + place, t.data_ptr()), "setting a tensor's address")
             code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None)
         if code != 0:
             check(code, "starting a kernel")

@@ -224,7 +224,8 @@ def sources_digest() -> str:
     from importlib.metadata import version
 
     digest = hashlib.sha256(f"{__version__} {version('triton')}".encode())
-    for path in sorted(Path(__file__).parent.parent.glob("[tg]*/*.py")):  # triton and gluon
+    engines = Path(__file__).parent.parent
+    for path in sorted([*engines.glob("triton/*.py"), *engines.glob("gluon/*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
