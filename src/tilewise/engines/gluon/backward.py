@@ -19,6 +19,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from tilewise.engines.gluon.pieces import (
+    ONE_WARP,
     bar_arrive,
     bar_sync,
     final_scores,
@@ -197,15 +198,15 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
     tile_notes, step_notes = notes
     kv_full, _, _, _ = bars
     mbarrier.wait(kv_full.index(0), 0)
-    i_b = one_warp_note(tile_notes, 0) // (n_heads // ratio)
-    count = one_warp_note(tile_notes, 2)
+    i_b = read_note(tile_notes, 0, ONE_WARP) // (n_heads // ratio)
+    count = read_note(tile_notes, 2, ONE_WARP)
     if count > 0:
         for w in gl.static_range(2):
             bar_arrive(DQ_SENT + w, 160)
     for i in range(count):
         bar_sync(DQ_STAGED, 160)
-        i_h = one_warp_note(step_notes, i % RING * 2)
-        m0 = one_warp_note(step_notes, i % RING * 2 + 1) // 2
+        i_h = read_note(step_notes, i % RING * 2, ONE_WARP)
+        m0 = read_note(step_notes, i % RING * 2 + 1, ONE_WARP) // 2
         row = (i_b * n_heads + i_h) * n_padded + m0
         part = row // 64 * (C.value.d // 64)
         tma_reduce_add(dq_desc, [part * 128, 0], dq_bufs.index(0))
@@ -217,12 +218,6 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
         tma.store_wait(0)
         if i + 1 < count:
             bar_arrive(DQ_SENT + 1, 160)
-
-
-@gluon.jit
-def one_warp_note(notes, place):
-    """read_note for a partition of one warp."""
-    return uniform(gl.max(notes.index(place).load(gl.BlockedLayout([1], [32], [1], [0])), 0))
 
 
 @gluon.jit

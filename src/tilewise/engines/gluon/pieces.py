@@ -42,8 +42,8 @@ def bar_arrive(barrier, THREADS: gl.constexpr):
 # the arrival on the barrier that the consumers wait for.
 
 NOTE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-WRITER = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-READER = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -53,12 +53,12 @@ def new_notes(COUNT: gl.constexpr):
 
 @gluon.jit
 def write_note(notes, place, value):
-    notes.index(place).store(gl.full([1], 0, gl.int32, WRITER) + value)
+    notes.index(place).store(gl.full([1], 0, gl.int32, ONE_WARP) + value)
 
 
 @gluon.jit
-def read_note(notes, place):
-    return uniform(gl.max(notes.index(place).load(READER), 0))
+def read_note(notes, place, WHO: gl.constexpr = WARPGROUP):
+    return uniform(gl.max(notes.index(place).load(WHO), 0))
 
 
 @gluon.jit
