@@ -55,10 +55,11 @@ class Runs:
     def dense(self, columns: int) -> Tensor:
         """[rows, columns] whether a cell is covered: every end of a run toggles it, from there on."""
         first = self.row_of_run() * (columns + 1) + self.start
-        toggles = torch.zeros((self.rows, columns + 1), dtype=torch.int8, device=self.device)
+        # 32 bits: torch adds smaller integers on a GPU by words, and reads past the end of a tensor whose bytes are not a multiple of 4.
+        toggles = torch.zeros((self.rows, columns + 1), dtype=torch.int32, device=self.device)
         ends = torch.cat([first, first + self.count])
-        toggles.view(-1).index_add_(0, ends, torch.ones_like(ends, dtype=torch.int8))
-        return torch.cumsum(toggles, 1, dtype=torch.int8)[:, :columns] & 1 != 0
+        toggles.view(-1).index_add_(0, ends, torch.ones_like(ends, dtype=torch.int32))
+        return torch.cumsum(toggles, 1, dtype=torch.int32)[:, :columns] & 1 != 0
 
     def transpose(self, groups: int, columns: int) -> "Runs":
         """Rows become columns within each of `groups` equal blocks of rows.
