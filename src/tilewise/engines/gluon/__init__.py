@@ -39,6 +39,8 @@ class GluonEngine(KernelEngine):
 
     def says(self, problem: Problem) -> str:
         captures = () if problem.score is None else problem.score.captures
+        if problem.device.type == "cuda" and _too_many_stencils(problem):
+            return f"{self.summary}; its mask decides in too many tiles, which the Triton engine's kernels evaluate one by one"
         reason = refuse_backward(problem, learns=any([t.requires_grad for t in captures]))
         return self.summary if reason is None else f"{self.summary}; the backward is the Triton engine's: {reason}"
 
@@ -98,9 +100,17 @@ def _tiles(p: Problem) -> str | None:
     wanted, given = forward_tile(forward_cut(p)), p.tiles.tile
     if given[0] % wanted[0] or given[1] % wanted[1]:
         return f"it needs given tiles that are multiples of {wanted}, got {given}"
-    if p.mask is not None and (p.q_len % given[0] or p.kv_len % given[1]):
-        return f"it needs lengths that given tiles with a mask inside divide, got {p.q_len} and {p.kv_len} for tiles of {given}"
+    geometry = p.tiles.geometry
+    for name, index, own, tiled in (("batch elements", "b", p.batch, geometry.batch), ("heads", "h", p.heads, geometry.heads)):
+        if p.mask is not None and index in p.mask.program.uses and tiled < own:
+            return f"the given tiles are the same for all {name}, the mask inside them is not"
     return None
+
+
+def _too_many_stencils(p: Problem) -> bool:
+    from tilewise.engines.gluon.maps import too_many_stencils
+
+    return too_many_stencils(p)
 
 
 @lru_cache(maxsize=1)

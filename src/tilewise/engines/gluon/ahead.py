@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tilewise.engines.base import Output, like_query
-from tilewise.engines.gluon import run
+from tilewise.engines.gluon import maps, run
 from tilewise.engines.triton.launch import Launch
 from tilewise.problem import Problem
 
@@ -16,6 +16,7 @@ def forward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
     return [
         lambda: [run.forward_launch(p, run.forward_own(p, output, counter))],
         lambda: [run.mend_forward_launch(p, run.mend_own(p, output))],
+        *_stencils(p, maps.forward_side(p)),
     ]
 
 
@@ -25,7 +26,15 @@ def backward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
         lambda: [run.prepare_backward_launch(p, run.prepare_own(output, output.out, None, work))],
         lambda: [run.backward_launch(p, run.backward_own(p, output.out, work))],
         lambda: [run.finish_backward_launch(p, run.finish_own(p, output, output.out, work))],
+        *_stencils(p, maps.backward_side(p)),
     ]
+
+
+def _stencils(p: Problem, side: maps.Side) -> list[Callable[[], list[Launch]]]:
+    if p.mask is None:
+        return []
+    numbers = torch.empty(1, dtype=torch.int32, device=p.device)
+    return [lambda: [maps.stencils_launch(p, side, {"p_stencils": numbers}, side.tiles(p), numbers)]]
 
 
 def _output(p: Problem) -> Output:

@@ -22,9 +22,11 @@ from tilewise.engines.gluon.pieces import (
     ONE_WARP,
     bar_arrive,
     bar_sync,
-    final_scores,
+    load_stencil,
     new_notes,
     read_note,
+    scored,
+    stencilled,
     tma_load,
     tma_store,
     uniform,
@@ -38,6 +40,7 @@ STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: 256 consumer threads ar
 DQ_STAGED = gl.constexpr(10)  # + warpgroup: 128 threads arrive, the store warp syncs
 DQ_SENT = gl.constexpr(12)  # + warpgroup: the store warp arrives, 128 threads sync
 LOOP_DONE = gl.constexpr(14)  # the 256 consumer threads sync
+STEP_NOTES = gl.constexpr(3)
 RING = gl.constexpr(8)  # notes of the latest steps: the store warp reads them up to three steps late
 
 
@@ -52,8 +55,8 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
 def backward(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, lse_desc, delta_desc, p_unsound, p_seed,
     tiles, s_tiles,  # the map by key tiles, as in the forward
-    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, scale, keep_scale, threshold, mask, score,
-    MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, scale, keep_scale, threshold, score,
+    SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """n_bh: batches times key heads; n_padded: rows of lse, delta and dQ's sums that a head has."""
     M: gl.constexpr = C.value.block_m
@@ -80,17 +83,17 @@ def backward(
         mbarrier.init(q_full.index(j), count=1)
         mbarrier.init(do_full.index(j), count=1)
     tile_notes = new_notes(3)  # key head, key tile, steps
-    step_notes = new_notes(2 * RING)  # head; first query, and whether the step is masked
+    step_notes = new_notes(STEP_NOTES * RING)  # head; first query, and whether the step is masked; its stencil, or -1
     bufs = (q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs)
     bars = (kv_full, q_full, do_full, ds_full)
     notes = (tile_notes, step_notes)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
     work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-            n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score)  # fmt: skip
+            tiles[7], n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
     gl.warp_specialize([
-        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 0, C)),
-        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 1, C)),
+        (consumer, (work, SCORE, SLOPE, MAPPED, DROPOUT, 0, C)),
+        (consumer, (work, SCORE, SLOPE, MAPPED, DROPOUT, 1, C)),
         (store_dq, (dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C)),
         (loader, (load, MAPPED, C)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
@@ -142,29 +145,30 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
         i_h = i_hk * ratio + g
         if MAPPED:
             at = row + g * s_tiles[1]
+            stencil = uniform(gl.load(tiles[6] + at))
             for run in range(uniform(gl.load(tiles[3] + 3 * at + 1)), uniform(gl.load(tiles[3] + 3 * at + 3))):  # masked
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_queries(queries, it, i_h, i_q, 1, C)
+                    send_queries(queries, it, i_h, i_q, 1, stencil, C)
                     it += 1
+                    stencil += 1
             for run in range(uniform(gl.load(tiles[3] + 3 * at)), uniform(gl.load(tiles[3] + 3 * at + 1))):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_queries(queries, it, i_h, i_q, cut, C)
+                    send_queries(queries, it, i_h, i_q, cut, -1, C)
                     it += 1
         else:
             for i in range(q_tiles):  # programs start at different tiles, so that they do not all add to the same rows of dQ
                 i_q = i_kv * 2 * KEYS // M + i
                 i_q = i_q % q_tiles
-                short = ((i_q + 1) * M > n_q).to(gl.int32)
-                send_queries(queries, it, i_h, i_q, cut | short, C)
+                send_queries(queries, it, i_h, i_q, cut, -1, C)
                 it += 1
     for i in range(gl.maximum(it - STAGES, 0), it):
         bar_sync(STAGE_FREE + i % STAGES, 288)  # take the last arrivals: nothing may be left pending
 
 
 @gluon.jit
-def send_queries(queries, it, i_h, i_q, masked, C: gl.constexpr):
+def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
     """A tile of Q with its lse, and of dO with its delta; the first one brings V along."""
     q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded = queries
     q_bufs, _, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
@@ -176,8 +180,9 @@ def send_queries(queries, it, i_h, i_q, masked, C: gl.constexpr):
     row = (i_b * n_heads + i_h) * n_padded + m0
     if it >= STAGES:
         bar_sync(STAGE_FREE + s, 288)
-    write_note(notes[1], it % RING * 2, i_h)
-    write_note(notes[1], it % RING * 2 + 1, 2 * m0 + masked)
+    write_note(notes[1], it % RING * STEP_NOTES, i_h)
+    write_note(notes[1], it % RING * STEP_NOTES + 1, 2 * m0 + masked)
+    write_note(notes[1], it % RING * STEP_NOTES + 2, stencil)
     mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes + M * 4)
     tma_load(q_desc, [i_b, i_h, m0, 0], q_full.index(s), q_bufs.index(s))
     tma_load(lse_desc, [row], q_full.index(s), lse_bufs.index(s))
@@ -205,8 +210,8 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
             bar_arrive(DQ_SENT + w, 160)
     for i in range(count):
         bar_sync(DQ_STAGED, 160)
-        i_h = read_note(step_notes, i % RING * 2, ONE_WARP)
-        m0 = read_note(step_notes, i % RING * 2 + 1, ONE_WARP) // 2
+        i_h = read_note(step_notes, i % RING * STEP_NOTES, ONE_WARP)
+        m0 = read_note(step_notes, i % RING * STEP_NOTES + 1, ONE_WARP) // 2
         row = (i_b * n_heads + i_h) * n_padded + m0
         part = row // 64 * (C.value.d // 64)
         tma_reduce_add(dq_desc, [part * 128, 0], dq_bufs.index(0))
@@ -233,14 +238,15 @@ def fragment_order(b_x):
 
 @gluon.jit
 def read_step(step_notes, i):
-    """The head of a step's queries; the first of them, twice, plus 1 if the step is masked."""
-    return read_note(step_notes, i % RING * 2), read_note(step_notes, i % RING * 2 + 1)
+    """The head of a step's queries; the first of them, twice, plus 1 if the step is masked; its stencil, or -1."""
+    at = i % RING * STEP_NOTES
+    return read_note(step_notes, at), read_note(step_notes, at + 1), read_note(step_notes, at + 2)
 
 
 @gluon.jit
-def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-     n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
+     p_stencils, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
     kv_full, q_full, do_full, ds_full = bars
     tile_notes, step_notes = notes
@@ -278,8 +284,10 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             mbarrier.wait(q_full.index(0), 0)
             s_token = warpgroup_mma(k, q_bufs.index(0).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
         i_h, note = i_b, i_b
+        b_words = load_stencil(p_stencils, i_b, False, n_kv - n0, no_s, MAPPED)
         if C.value.ahead:
-            i_h, note = read_step(step_notes, 0)
+            i_h, note, stencil = read_step(step_notes, 0)
+            b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, stencil >= 0, n_kv - n0, no_s, MAPPED)
         mbarrier.wait(kv_full.index(1), 0)
         for i in range(count):
             stage = i % STAGES
@@ -296,14 +304,17 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
                 dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
             else:
                 mbarrier.wait(q_full.index(stage), phase)
-                i_h, note = read_step(step_notes, i)
+                i_h, note, stencil = read_step(step_notes, i)
                 s_token = warpgroup_mma(k, q.permute((1, 0)), no_s, use_acc=False, is_async=True)
+                b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, stencil >= 0, n_kv - n0, no_s, MAPPED)
                 mbarrier.wait(do_full.index(stage), phase)
                 dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
                 b_raw = warpgroup_mma_wait(1, deps=[s_token])
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, COLUMN), 0)
             b_lse = lse_bufs.index(stage).load(COLUMN)
-            b_s = final_scores(b_raw, note % 2 != 0, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
+            b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE)
+            if note % 2 != 0:
+                b_s = stencilled(b_s, b_words)
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 0))
             b_pd = b_p
             if DROPOUT:
@@ -339,8 +350,10 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             if C.value.ahead:
                 after = (i + 1) % STAGES
                 mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
-                i_h, note = read_step(step_notes, i + 1)
+                i_h, note, stencil = read_step(step_notes, i + 1)
                 s_token = warpgroup_mma(k, q_bufs.index(after).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
+                wanted = (stencil >= 0) & (i + 1 < count)
+                b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, wanted, n_kv - n0, no_s, MAPPED)
                 b_dq = warpgroup_mma_wait(1, deps=[dq_token])
             else:
                 b_dq = warpgroup_mma_wait(0, deps=[dq_token])

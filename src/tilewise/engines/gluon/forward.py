@@ -23,11 +23,14 @@ from tilewise.engines.gluon.pieces import (
     LOG2E,
     bar_arrive,
     bar_sync,
-    final_scores,
+    by_thread,
+    load_stencil,
     lost,
     new_notes,
     next_item,
     read_note,
+    scored,
+    stencilled,
     tma_load,
     tma_store,
     uniform,
@@ -37,6 +40,7 @@ from tilewise.engines.gluon.pieces import (
 from tilewise.engines.triton.steps import kept, unit
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
+TILE_NOTES = gl.constexpr(5)
 TURN = gl.constexpr(5)  # named barriers 5, 6, 7: whose turn it is to issue products
 K_FREE = gl.constexpr(8)  # 8 to 11: stage of K handed back
 V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
@@ -45,9 +49,9 @@ V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
 @gluon.jit
 def forward(
     q_desc, k_desc, v_desc, o_desc, p_lse, p_highest, p_counter, p_sinks, p_seed,
-    tiles, s_tiles,  # (order, tiles and masked tiles of each row, offsets, start, count: see triton/steps.py), (batch, head) strides in rows
-    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, scale, keep_scale, threshold, mask, score,
-    MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+    tiles, s_tiles,  # a Walk's tensors (maps.py), (batch, head) strides in rows
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, scale, keep_scale, threshold, score,
+    SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """n_group heads at a time share the L2 cache."""
     NWG: gl.constexpr = C.value.warpgroups
@@ -75,26 +79,26 @@ def forward(
         mbarrier.init(k_full.index(s), count=1)
     for s in gl.static_range(VS):
         mbarrier.init(v_full.index(s), count=1)
-    tile_notes = new_notes(4 * NWG)  # of each warpgroup: head, query tile, steps, masked steps
+    tile_notes = new_notes(TILE_NOTES * NWG)  # of each warpgroup: head, query tile, steps, masked steps, the first one's stencil
     step_notes = new_notes(KS)
     bars = (q_full, q_free, k_full, v_full)
     load = (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
             n_heads, ratio, n_kv, n_tiles, n_bh, n_group)  # fmt: skip
     work = (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
-            n_heads, n_q, n_kv, scale, keep_scale, threshold, mask, score)  # fmt: skip
+            tiles[7], n_heads, n_q, n_kv, scale, keep_scale, threshold, score)  # fmt: skip
     MANY: gl.constexpr = C.value.registers[0]
     FEW: gl.constexpr = C.value.registers[1]
     if NWG == 2:
         gl.warp_specialize([
-            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
-            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
+            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
             (producer, (load, MAPPED, C)),
         ], [4, 1], [MANY, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
-            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
-            (consumer, (work, MASK, SCORE, MAPPED, SINKS, DROPOUT, 2, C)),
+            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
+            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 2, C)),
             (producer, (load, MAPPED, C)),
         ], [4, 4, 1], [MANY, MANY, FEW])  # fmt: skip
 
@@ -134,27 +138,28 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
             row += i_tile
             steps = uniform(gl.load(tiles[1] + row))
             masked = uniform(gl.load(tiles[2] + row))
+            stencil = uniform(gl.load(tiles[6] + row))
             if steps == 0:
-                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, 0, C)
+                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, 0, 0, C)
             started = it
             for run in range(uniform(gl.load(tiles[3] + 3 * row + 1)), uniform(gl.load(tiles[3] + 3 * row + 3))):  # masked
                 start = uniform(gl.load(tiles[4] + run))
                 for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C)
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
                     it += 1
             for run in range(uniform(gl.load(tiles[3] + 3 * row)), uniform(gl.load(tiles[3] + 3 * row + 1))):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C)
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
                     it += 1
         else:
             steps = gl.cdiv(n_kv, BN)
             for i in range(steps):
-                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, steps, (n_kv % BN != 0).to(gl.int32), C)
+                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, steps, (n_kv % BN != 0).to(gl.int32), 0, C)
                 it += 1
         turn += 1
         item = next_item(p_counter, n_items)
-    send_queries(queries, turn, 0, 0, 0, 0, -1, 0, C)
+    send_queries(queries, turn, 0, 0, 0, 0, -1, 0, 0, C)
     for j in range(gl.maximum(it - KS, 0), it):  # meet the last arrivals: no barrier stays half full
         bar_sync(K_FREE + j % KS, ALL)
     for j in range(gl.maximum(it - VS, 0), it):
@@ -162,17 +167,18 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, C: gl.constexpr):
-    """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done) and how many of them,
-    the first ones, are masked."""
+def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C: gl.constexpr):
+    """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done), how many of them,
+    the first ones, are masked, and the stencil of the first."""
     q_desc, q_bufs, q_full, q_free, tile_notes = queries
     NWG: gl.constexpr = C.value.warpgroups
     for w in gl.static_range(NWG):
         mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-        write_note(tile_notes, 4 * w, i_bh)
-        write_note(tile_notes, 4 * w + 1, i_tile)
-        write_note(tile_notes, 4 * w + 2, steps)
-        write_note(tile_notes, 4 * w + 3, masked)
+        write_note(tile_notes, TILE_NOTES * w, i_bh)
+        write_note(tile_notes, TILE_NOTES * w + 1, i_tile)
+        write_note(tile_notes, TILE_NOTES * w + 2, steps)
+        write_note(tile_notes, TILE_NOTES * w + 3, masked)
+        write_note(tile_notes, TILE_NOTES * w + 4, stencil)
         if steps > 0:
             mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
             tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], q_full.index(w), q_bufs.index(w))
@@ -181,7 +187,7 @@ def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, C: gl.con
 
 
 @gluon.jit
-def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, C: gl.constexpr):
+def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C: gl.constexpr):
     """A tile of K, with a note of where it lies, and of V; the first one brings the queries along."""
     k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes = keys
     KS: gl.constexpr = C.value.k_stages
@@ -194,7 +200,7 @@ def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv
     mbarrier.expect(k_full.index(it % KS), k_desc.block_type.nbytes)
     tma_load(k_desc, [i_b, i_hk, n0, 0], k_full.index(it % KS), k_bufs.index(it % KS))
     if first:
-        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, C)
+        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C)
     if it >= VS:
         bar_sync(V_FREE + it % VS, ALL)
     mbarrier.expect(v_full.index(it % VS), v_desc.block_type.nbytes)
@@ -206,10 +212,10 @@ def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv
 
 @gluon.jit
 def consumer(
-    args, MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+    args, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
-     n_heads, n_q, n_kv, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
+     p_stencils, n_heads, n_q, n_kv, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_full, q_free, k_full, v_full = bars
     NWG: gl.constexpr = C.value.warpgroups
     BN: gl.constexpr = C.value.block_n
@@ -229,22 +235,25 @@ def consumer(
     it = 0  # key tiles seen, over all query tiles
     turn = 0
     mbarrier.wait(q_full.index(WG), 0)
-    steps = read_note(tile_notes, 4 * WG + 2)
+    steps = read_note(tile_notes, TILE_NOTES * WG + 2)
     while steps >= 0:
-        i_bh = read_note(tile_notes, 4 * WG)
-        i_tile = read_note(tile_notes, 4 * WG + 1)
-        masked = read_note(tile_notes, 4 * WG + 3)
+        i_bh = read_note(tile_notes, TILE_NOTES * WG)
+        i_tile = read_note(tile_notes, TILE_NOTES * WG + 1)
+        masked = read_note(tile_notes, TILE_NOTES * WG + 3)
+        stencil_row = (read_note(tile_notes, TILE_NOTES * WG + 4) * NWG + WG) * ROWS
         m0 = (i_tile * NWG + WG) * ROWS
-        place = (i_bh // n_heads, i_bh % n_heads, m0, n_q, n_kv, scale, threshold, p_seed, mask, score)
+        place = (i_bh // n_heads, i_bh % n_heads, m0, n_q, n_kv, scale, threshold, p_seed, score)
         b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
         b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
         if steps > 0:
-            b_p, b_m, b_l, b_decay = first_step(q, b_m, b_l, buffers, it, masked > 0, steps > 1, place, MASK, SCORE, DROPOUT, WG, C)
+            b_p, b_m, b_l, b_decay = first_step(
+                q, b_m, b_l, buffers, it, p_stencils, stencil_row, masked > 0, steps > 1, place, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
             it += 1
             for i in range(1, steps):
                 b_p, b_o, b_m, b_l, b_decay = attend(
-                    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, i < masked, i + 1 < steps, place, MASK, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
+                    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row + i * (NWG * ROWS), i < masked, i + 1 < steps, place,
+                    SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
                 it += 1
             if C.value.own_o_buffer:
                 mbarrier.arrive(q_free.index(WG), count=1)
@@ -287,7 +296,7 @@ def consumer(
             mbarrier.arrive(q_free.index(WG), count=1)
         turn += 1
         mbarrier.wait(q_full.index(WG), turn & 1)
-        steps = read_note(tile_notes, 4 * WG + 2)
+        steps = read_note(tile_notes, TILE_NOTES * WG + 2)
     tma.store_wait(0)
     if C.value.ping_pong and WG == 0:
         bar_sync(TURN, 256)  # meet the last arrival
@@ -295,7 +304,8 @@ def consumer(
 
 @gluon.jit
 def first_step(
-    q, b_m, b_l, buffers, it, masked, more, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+    q, b_m, b_l, buffers, it, p_stencils, stencil_row, masked, more, place,
+    SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Scores of the first key tile; no P V is under way."""
     k_bufs, _, k_full, v_full, step_notes = buffers
@@ -309,9 +319,10 @@ def first_step(
     s_token = issue_scores(q, k_bufs.index(it % KS), C)
     if C.value.ping_pong:
         bar_arrive(TURN + (WG + 1) % NWG, 256)
+    b_words = stencil_of(p_stencils, stencil_row, masked, MAPPED, C)
     b_s = warpgroup_mma_wait(0, deps=[s_token])
     bar_arrive(K_FREE + it % KS, 32 + 128 * NWG)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, place, MASK, SCORE, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, True, DROPOUT, C)
     mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
@@ -320,8 +331,8 @@ def first_step(
 
 @gluon.jit
 def attend(
-    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, masked, more, place,
-    MASK: gl.constexpr, SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row, masked, more, place,
+    SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it.
 
@@ -343,11 +354,12 @@ def attend(
     if C.value.ping_pong:
         bar_arrive(TURN + (WG + 1) % NWG, 256)
     n0 = read_note(step_notes, it % KS)
+    b_words = stencil_of(p_stencils, stencil_row, masked, MAPPED, C)
     if VS > 2:  # waits in the shadow of the products
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     bar_arrive(K_FREE + it % KS, ALL)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, MAPPED and masked, place, MASK, SCORE, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, False, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
     else:
@@ -366,15 +378,35 @@ def issue_scores(q, k_buf, C: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(b_s, b_m, b_l, n0, masked, place, MASK: gl.constexpr, SCORE: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr):
+def stencil_of(p_stencils, row, masked, MAPPED: gl.constexpr, C: gl.constexpr):
+    """Loaded while Q K^T is under way."""
+    BN: gl.constexpr = C.value.block_n
+    if MAPPED:
+        like = gl.zeros([ROWS, BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+        return load_stencil(p_stencils, row, masked, ROWS, like, True)
+    else:
+        return masked
+
+
+@gluon.jit
+def softmax_step(
+    b_s, b_m, b_l, n0, masked, b_words, place,
+    SCORE: gl.constexpr, MAPPED: gl.constexpr, FIRST: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     """From q.k to weights. Running maximum b_m [ROWS], sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
-    i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, mask, score = place
+    i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, score = place
     BN: gl.constexpr = C.value.block_n
     S_L: gl.constexpr = b_s.type.layout
-    BY_THREAD: gl.constexpr = [ROWS, BN // 8, 4, 2]  # a thread holds axes 1 and 3 of a row
+    BY_THREAD: gl.constexpr = by_thread(ROWS, BN)
     o_q = gl.expand_dims(m0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_L)), 1)
     o_kv = gl.expand_dims(n0 + gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
-    b_s = final_scores(b_s, masked, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
+    b_s = scored(b_s, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE)
+    if MAPPED:
+        if masked:
+            b_s = stencilled(b_s, b_words)
+    elif FIRST:  # without a map the keys' end comes first
+        if masked:
+            b_s = gl.where(o_kv < n_kv, b_s, float("-inf"))
     c = unit(scale, SCORE)
     b_high = gl.max(gl.max(gl.max(b_s.reshape(BY_THREAD), 1), 2), 1)
     b_new = gl.maximum(b_m, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))

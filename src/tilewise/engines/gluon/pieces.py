@@ -84,21 +84,55 @@ def next_item(p_counter, n_items):
 
 
 @gluon.jit
-def final_scores(
-    b_s, masked, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK: gl.constexpr, SCORE: gl.constexpr,
-):  # fmt: skip
-    """From q.k to the final score: the score function, then, where `masked`, -inf where the mask or the end of the keys forbids.
-
-    o_q and o_kv are a column and a row, or a row and a column; functions never see a place past the end."""
-    i_q, i_kv = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
+def scored(b_s, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE: gl.constexpr):
+    """What a score function makes of q.k. o_q and o_kv are a column and a row, or a row and a column; it never sees a place past the end."""
     if SCORE is not None:
+        i_q, i_kv = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
         b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
-    if masked:
-        allowed = n_kv - 1 - o_kv  # negative: forbidden
-        if MASK is not None:
-            allowed = allowed | MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3])
-        b_s = gl.where(allowed >= 0, b_s, float("-inf"))
     return b_s
+
+
+# -- stencils (see stencils.py) --------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def by_thread(rows, columns):
+    """A block of scores with axes 1 and 3 apart, which a thread holds of a row."""
+    return [rows, columns // 8, 4, 2]
+
+
+@gluon.jit
+def load_stencil(p_stencils, row, wanted, n_left, b_like, MAPPED: gl.constexpr):
+    """The words of a block like this one whose first row is `row` of all stencils; no bits from row n_left on, all others where no stencil is `wanted`."""
+    BY_THREAD: gl.constexpr = b_like.reshape(by_thread(b_like.shape[0], b_like.shape[1])).type.layout
+    WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, BY_THREAD))
+    o_row = gl.expand_dims(gl.arange(0, b_like.shape[0], gl.SliceLayout(1, WORDS)), 1)
+    o_word = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
+    b_words = gl.full([b_like.shape[0], 4], -1, gl.int32, WORDS)
+    if MAPPED:
+        b_words = gl.load(p_stencils + row.to(gl.int64) * 4 + (o_row * 4 + o_word), mask=(o_row + o_word >= 0) & wanted, other=-1)
+    return gl.where(o_row < n_left, b_words, 0)
+
+
+@gluon.jit
+def stencilled(b_s, b_words):
+    """-inf where a stencil's bit is 0."""
+    b_x = b_s.reshape(by_thread(b_s.shape[0], b_s.shape[1]))
+    BY_THREAD: gl.constexpr = b_x.type.layout
+    o_pair = gl.arange(0, b_x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, BY_THREAD))))
+    o_one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BY_THREAD))))
+    b_bit = 1 << (axis(o_pair, 1) * 2 + axis(o_one, 3))
+    b_x = gl.where((gl.expand_dims(gl.expand_dims(b_words, 1), 3) & b_bit) != 0, b_x, float("-inf"))
+    return gl.convert_layout(b_x.reshape(b_s.shape), b_s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def axis(o_x, AT: gl.constexpr):
+    """A vector along one axis of four."""
+    for i in gl.static_range(4):
+        if i != AT:
+            o_x = gl.expand_dims(o_x, i)
+    return o_x
 
 
 @gluon.jit

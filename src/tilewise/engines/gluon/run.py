@@ -10,13 +10,13 @@ from torch import Tensor
 from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.gluon import describable, refuse_backward
 from tilewise.engines.gluon.config import ROWS, backward_cut, backward_tile, forward_cut, forward_tile
+from tilewise.engines.gluon.maps import backward_side, forward_side, too_many_stencils, walk
 from tilewise.engines.triton import run as triton_run
-from tilewise.engines.triton.config import Config, padded
+from tilewise.engines.triton.config import padded
 from tilewise.engines.triton.driver import current_stream
 from tilewise.engines.triton.launch import Described, Interpreted, Launch, Prepared, prepare
 from tilewise.engines.triton.mods import mask_of, mod_arguments, score_of, slope_of
 from tilewise.engines.triton.run import dropout_arguments, mask_is_inside, prepared, seed_of, shape_arguments, strides
-from tilewise.engines.triton.walks import KernelTiles, column_tiles, row_tiles
 from tilewise.problem import Problem
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
@@ -24,7 +24,8 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def forward(p: Problem) -> Output:
-    if (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16:  # a compiled graph did not know
+    misaligned = (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16  # a compiled graph did not know
+    if misaligned or too_many_stencils(p):
         return triton_run.forward(p)
     out = like_query(p.query, p.v_dim)
     lse = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
@@ -38,7 +39,7 @@ def forward(p: Problem) -> Output:
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
     # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
-    if refuse_backward(p, bool(wanted)) is not None or not all([describable(t) for t in (p.query, p.key, p.value)]):
+    if refuse_backward(p, bool(wanted)) is not None or not all([describable(t) for t in (p.query, p.key, p.value)]) or too_many_stencils(p):
         return triton_run.backward(p, output, grad_out, grad_lse, wanted)
     if not describable(grad_out):
         grad_out = grad_out.contiguous()
@@ -138,25 +139,20 @@ def finish_own(p: Problem, output: Output, grad_out: Tensor, work: Workspace) ->
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
-def forward_tiles(p: Problem) -> KernelTiles:
-    m, n = forward_tile(forward_cut(p))
-    return row_tiles(p, Config(m, n, 4, 1))
-
-
 def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
-    tiles = forward_tiles(p)
+    walked = walk(p, forward_side(p))
     heads = p.batch * p.heads
-    group = min(heads_at_a_time(p, tiles.mapped) * (p.heads // p.kv_heads), heads)
+    group = min(heads_at_a_time(p, walked.mapped) * (p.heads // p.kv_heads), heads)
     return Launch(
         "hopper_forward",
-        min(heads * tiles.count, processors(p.device)),
+        min(heads * walked.count, processors(p.device)),
         own,
         {
-            "tiles": counted(tiles), "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": heads,
-            "n_group": group, "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
+            "tiles": walked.tensors, "s_tiles": walked.strides, **shape_arguments(p), "n_tiles": walked.count, "n_bh": heads,
+            "n_group": group, "scale": float(p.scale), **dropout_arguments(p), "score": mod_arguments(p)["score"],
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "MAPPED": tiles.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
+            "SCORE": score_of(p), "MAPPED": walked.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
             "C": forward_cut(p),
         },
         4, 1,
@@ -164,7 +160,7 @@ def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
 
 
 def mend_forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
-    tiles, cut = forward_tiles(p), forward_cut(p)
+    tiles, cut = forward_side(p).tiles(p), forward_cut(p)
     m, n = forward_tile(cut)
     return Launch(
         "mend_forward",
@@ -196,30 +192,26 @@ def prepare_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
     )  # fmt: skip
 
 
-def backward_tiles(p: Problem) -> KernelTiles:
-    m, n = backward_tile(backward_cut(p))
-    return column_tiles(p, Config(m, n, 4, 1))
-
-
 def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
-    tiles = backward_tiles(p)
+    walked = walk(p, backward_side(p))
     return Launch(
         "hopper_backward",
-        p.batch * p.kv_heads * tiles.count,
+        p.batch * p.kv_heads * walked.count,
         own,
         {
-            "tiles": counted(tiles), "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "n_bh": p.batch * p.kv_heads,
-            "n_group": heads_at_a_time(p, tiles.mapped), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
+            "tiles": walked.tensors, "s_tiles": walked.strides, **shape_arguments(p), "n_tiles": walked.count, "n_bh": p.batch * p.kv_heads,
+            "n_group": heads_at_a_time(p, walked.mapped), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p),
+            "score": mod_arguments(p)["score"],
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0, "C": backward_cut(p),
+            "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": walked.mapped, "DROPOUT": p.dropout_p > 0, "C": backward_cut(p),
         },
         4, 1,
     )  # fmt: skip
 
 
 def finish_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
-    rows, columns = forward_tiles(p), backward_tiles(p)
+    rows, columns = forward_side(p).tiles(p), backward_side(p).tiles(p)
     rows_tile, columns_tile = forward_tile(forward_cut(p)), backward_tile(backward_cut(p))
     query_programs = p.batch * p.heads * rows.count
     return Launch(
@@ -240,16 +232,6 @@ def finish_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         },
         4, 1,
     )  # fmt: skip
-
-
-def counted(tiles: KernelTiles) -> tuple[Any, ...]:
-    """A map with how many tiles each row has, and how many of them are masked, behind the order of the rows."""
-    order, offsets, start, count = tiles.tensors
-    if not tiles.mapped or order.device.type == "meta":
-        return (order, order, order, offsets, start, count)
-    before = torch.nn.functional.pad(torch.cumsum(count, 0), (1, 0)).int()  # tiles before each run
-    at = before.index_select(0, offsets)  # tiles before each kind of runs of each row: full, cut, partial
-    return (order, at[::3].diff(), at[3::3] - at[1::3], offsets, start, count)
 
 
 def processors(device: torch.device) -> int:

@@ -1,0 +1,59 @@
+"""The Hopper engine's stencils against the mask itself, in Triton's interpreter."""
+
+import pytest
+import torch
+
+from tilewise import masks
+from tilewise.engines.gluon import MISSING
+from tilewise.problem import Options, make_problem
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+MASKS = {
+    "causal": masks.causal,
+    "window": masks.causal & (lambda b, h, q, kv: q - kv < 70),
+    "by batch and head": lambda b, h, q, kv: (q * 7 + kv * (h + 2) + b) % 5 < 3,
+    "everything": lambda b, h, q, kv: (q >= 0) & (kv >= 0),
+}
+
+
+@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_bits_are_what_the_mask_allows(name: str, columns: int, by_keys: bool) -> None:
+    from tilewise.engines.gluon.maps import Side, stencils_launch
+    from tilewise.engines.triton.launch import prepare
+
+    query, key = torch.empty(2, 2, 200, 64, dtype=torch.bfloat16), torch.empty(2, 2, 230, 64, dtype=torch.bfloat16)
+    p = make_problem(query, key, key, MASKS[name], None, Options())[0]
+    side = Side(64, columns, by_keys)
+    tiles = side.tiles(p)
+    _, offsets, start, count = tiles.tensors
+    rows = (len(offsets) - 1) // 3
+    masked = [sum(count[offsets[3 * r + 1] : offsets[3 * r + 3]].tolist()) for r in range(rows)]
+    first = torch.tensor([sum(masked[:r]) for r in range(rows)], dtype=torch.int32)
+    own = {"p_stencils": torch.zeros((sum(masked) + 1, side.rows, 4), dtype=torch.int32)}
+    prepare(stencils_launch(p, side, own, tiles, first), p.device).start(own)
+
+    b, h, q, kv = torch.meshgrid(torch.arange(2), torch.arange(2), torch.arange(200), torch.arange(230), indexing="ij")
+    allowed = MASKS[name](b, h, q, kv)  # type: ignore[operator]
+    allowed = allowed.transpose(2, 3) if by_keys else allowed
+    allowed = torch.nn.functional.pad(allowed, (0, 256 - allowed.shape[3], 0, 256 - allowed.shape[2]))
+    seen = 0
+    for r in range(rows):
+        i_bh, i_tile = r // tiles.count, r % tiles.count
+        i_b, i_h = (i_bh // 2, i_bh % 2) if rows > tiles.count else (0, 0)
+        at = int(first[r])
+        for run in range(int(offsets[3 * r + 1]), int(offsets[3 * r + 3])):
+            for column in range(int(start[run]), int(start[run] + count[run])):
+                wanted = allowed[i_b, i_h, i_tile * 64 : i_tile * 64 + 64, column * columns : (column + 1) * columns]
+                assert torch.equal(unpacked(own["p_stencils"][at], columns), wanted)
+                at, seen = at + 1, seen + 1
+    assert seen == sum(masked) > 0
+    assert not own["p_stencils"][-1].any()  # nothing is written past the end
+
+
+def unpacked(words: torch.Tensor, columns: int) -> torch.Tensor:
+    """[rows, columns] of bits: column 8 j + 2 c + e is bit 2 j + e of word c."""
+    column = torch.arange(columns)
+    return (words[:, column % 8 // 2] >> (column // 8 * 2 + column % 2)) & 1 != 0
