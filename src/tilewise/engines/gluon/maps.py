@@ -1,6 +1,6 @@
 """Tile maps as the Hopper kernels walk them: rows counted, and a stencil for every tile where the mask decides."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ class Walk:
     """A map for the kernels."""
 
     tiles: KernelTiles
-    tensors: tuple[Any, ...] = field(default=(None,) * 8)  # order, tiles and masked tiles of each row, offsets, start, count, first stencils, stencils
+    tensors: tuple[Any, ...] = (None,) * 8  # order, tiles and masked tiles of each row, offsets, start, count, first stencils, stencils
+    density: float = 1.0  # share of the tiles that are visited
 
     @property
     def count(self) -> int:
@@ -94,14 +95,15 @@ def _walk(p: Problem, side: Side, tiles: KernelTiles) -> Walk:
     at = before.index_select(0, offsets)  # tiles before each kind of runs of each row: full, cut, partial
     masked = at[3::3] - at[1::3]
     ends = torch.cumsum(masked, 0)
-    total = int(ends[-1])
+    total, visited = torch.stack([ends[-1], before[-1]]).tolist()
     first = (ends - masked).int()
     stencils = torch.empty((max(total, 1), side.rows, 4), dtype=torch.int32, device=p.device)
     if total > 0:
         own = {"p_stencils": stencils}
         prepare(stencils_launch(p, side, own, tiles, first), p.device).start(own)
     torch.cuda.current_stream(p.device).synchronize()  # other streams may be the next to use it
-    return Walk(tiles, (order, at[::3].diff(), masked, offsets, start, count, first, stencils))
+    all_tiles = len(masked) * -(-(p.q_len if side.by_keys else p.kv_len) // side.columns)
+    return Walk(tiles, (order, at[::3].diff(), masked, offsets, start, count, first, stencils), visited / all_tiles)
 
 
 def stencils_launch(p: Problem, side: Side, own: dict[str, Any], tiles: KernelTiles, first: Tensor) -> Launch:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.gluon import describable, refuse_backward
 from tilewise.engines.gluon.config import ROWS, backward_cut, backward_tile, forward_cut, forward_tile
-from tilewise.engines.gluon.maps import backward_side, forward_side, too_many_stencils, walk
+from tilewise.engines.gluon.maps import Walk, backward_side, forward_side, too_many_stencils, walk
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.config import padded
 from tilewise.engines.triton.driver import current_stream
@@ -142,7 +142,7 @@ def finish_own(p: Problem, output: Output, grad_out: Tensor, work: Workspace) ->
 def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
     walked = walk(p, forward_side(p))
     heads = p.batch * p.heads
-    group = min(heads_at_a_time(p, walked.mapped) * (p.heads // p.kv_heads), heads)
+    group = min(heads_at_a_time(p, walked) * (p.heads // p.kv_heads), heads)
     return Launch(
         "hopper_forward",
         min(heads * walked.count, processors(p.device)),
@@ -200,7 +200,7 @@ def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "tiles": walked.tensors, "s_tiles": walked.strides, **shape_arguments(p), "n_tiles": walked.count, "n_bh": p.batch * p.kv_heads,
-            "n_group": heads_at_a_time(p, walked.mapped), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p),
+            "n_group": heads_at_a_time(p, walked), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p),
             "score": mod_arguments(p)["score"],
         },
         {
@@ -238,10 +238,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def heads_at_a_time(p: Problem, mapped: bool) -> int:
+def heads_at_a_time(p: Problem, walked: Walk) -> int:
     """How many key heads' tiles are mixed, longest first. Without a map all tiles are alike, and those of one head follow each other."""
-    if not mapped:
+    if not walked.mapped:
         return 1
-    bytes_of_head = p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size()
+    bytes_of_head = p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size() * min(1.0, 2 * walked.density)  # causal maps visit half of the tiles and all keys
     at_once = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
     return min(at_once, p.batch * p.kv_heads)
