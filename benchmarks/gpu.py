@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [dense] [masks] [decode] [host] [maps] [memory] [cold] [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER]
 
-TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row and every figure is
-the median of several turns, because a card at its power limit moves by a few percent with what ran before.
+TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
+order, and every figure is the median of several turns, because a card at its power limit moves by a few percent with what ran before.
 """
 
 import argparse
@@ -74,10 +74,12 @@ def row(title: str, peers: list[Peer], inputs: tuple[Tensor, ...], flops: float,
             jobs.pop(peer.name, None)
             failed[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
     times: dict[str, list[list[float]]] = {name: [[] for _ in found] for name, found in jobs.items()}
-    for _ in range(TURNS):
-        for name, found in jobs.items():
-            for k, job in enumerate(found):
-                times[name][k].append(do_bench(job, warmup=10, rep=rep, return_mode="median"))
+    names = list(jobs)
+    for turn in range(TURNS):
+        begin = turn * len(names) // TURNS
+        for name in names[begin:] + names[:begin]:  # who runs after a peer that heats the card less has an advantage: not always the same
+            for k, job in enumerate(jobs[name]):
+                times[name][k].append(do_bench(job, warmup=25, rep=rep, return_mode="median"))
     cells = [title]
     for peer in peers:
         if peer.name in failed:

@@ -242,6 +242,7 @@ def heads_at_a_time(p: Problem, walked: Walk) -> int:
     """How many key heads' tiles are mixed, longest first. Without a map all tiles are alike, and those of one head follow each other."""
     if not walked.mapped:
         return 1
-    bytes_of_head = p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size() * min(1.0, 2 * walked.density)  # causal maps visit half of the tiles and all keys
+    share = min(1.0, 2 * walked.density)  # causal maps visit half of the tiles, and all keys
+    bytes_of_head = max(1.0, share * p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size())
     at_once = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
     return min(at_once, p.batch * p.kv_heads)
