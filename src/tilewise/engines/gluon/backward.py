@@ -40,6 +40,7 @@ STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: 256 consumer threads ar
 DQ_STAGED = gl.constexpr(10)  # + warpgroup: 128 threads arrive, the store warp syncs
 DQ_SENT = gl.constexpr(12)  # + warpgroup: the store warp arrives, 128 threads sync
 LOOP_DONE = gl.constexpr(14)  # the 256 consumer threads sync
+DS_READY = gl.constexpr(15)  # so they do
 STEP_NOTES = gl.constexpr(3)
 RING = gl.constexpr(8)  # notes of the latest steps: the store warp reads them up to three steps late
 
@@ -66,8 +67,7 @@ def backward(
     dtype: gl.constexpr = q_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
     do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], do_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, D], v_desc.layout)
+    kv_bufs = gl.allocate_shared_memory(dtype, [2, 1, 1, 2 * KEYS, D], k_desc.layout)
     ds_bufs = gl.allocate_shared_memory(dtype, [2, 2 * KEYS, M], gl.NVMMASharedLayout.get_default_for([2 * KEYS, M], dtype))
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
     lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
@@ -75,17 +75,15 @@ def backward(
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for j in gl.static_range(2):
         mbarrier.init(kv_full.index(j), count=1)
-        mbarrier.init(ds_full.index(j), count=2)
     for j in gl.static_range(STAGES):
         mbarrier.init(q_full.index(j), count=1)
         mbarrier.init(do_full.index(j), count=1)
     tile_notes = new_notes(3)  # key head, key tile, steps
     step_notes = new_notes(STEP_NOTES * RING)  # head; first query, and whether the step is masked; its stencil, or -1
-    bufs = (q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs)
-    bars = (kv_full, q_full, do_full, ds_full)
+    bufs = (q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs)
+    bars = (kv_full, q_full, do_full)
     notes = (tile_notes, step_notes)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
@@ -109,8 +107,8 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
     M: gl.constexpr = C.value.block_m
     STAGES: gl.constexpr = C.value.stages
     tile_notes, _ = notes
-    kv_full, _, _, _ = bars
-    k_buf = bufs[1]
+    kv_full, _, _ = bars
+    kv_bufs = bufs[1]
     # Key heads that share the L2 cache at a time; within them the key tiles with most work first.
     pid = gl.program_id(0)
     first = pid // (n_tiles * n_group) * n_group
@@ -135,7 +133,7 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
     write_note(tile_notes, 2, count)
     if count > 0:
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-        tma_load(k_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(0), k_buf)
+        tma_load(k_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(0), kv_bufs.index(0))
     else:
         mbarrier.arrive(kv_full.index(0), count=1)
     queries = (q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded)
@@ -171,8 +169,8 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
 def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
     """A tile of Q with its lse, and of dO with its delta; the first one brings V along."""
     q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded = queries
-    q_bufs, _, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
-    kv_full, q_full, do_full, _ = bars
+    q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
+    kv_full, q_full, do_full = bars
     M: gl.constexpr = C.value.block_m
     STAGES: gl.constexpr = C.value.stages
     s = it % STAGES
@@ -188,7 +186,7 @@ def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
     tma_load(lse_desc, [row], q_full.index(s), lse_bufs.index(s))
     if it == 0:
         mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-        tma_load(v_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(1), v_buf)
+        tma_load(v_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(1), kv_bufs.index(1))
     mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes + M * 4)
     tma_load(do_desc, [i_b, i_h, m0, 0], do_full.index(s), do_bufs.index(s))
     tma_load(delta_desc, [row], do_full.index(s), delta_bufs.index(s))
@@ -201,7 +199,7 @@ def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
 def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.constexpr):
     """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats. Warpgroup w has the w-th 64 rows (D = 64) or columns (D = 128)."""
     tile_notes, step_notes = notes
-    kv_full, _, _, _ = bars
+    kv_full, _, _ = bars
     mbarrier.wait(kv_full.index(0), 0)
     i_b = read_note(tile_notes, 0, ONE_WARP) // (n_heads // ratio)
     count = read_note(tile_notes, 2, ONE_WARP)
@@ -244,11 +242,19 @@ def read_step(step_notes, i):
 
 
 @gluon.jit
+def own_keys(kv_bufs, WHICH: gl.constexpr, note, WG: gl.constexpr, C: gl.constexpr):
+    """A warpgroup's rows of K (0) or V (1). A note is never negative, which compilers do not know: so they cannot compute the products'
+    descriptors before the loop and keep them in registers, of which there are none left."""
+    D: gl.constexpr = C.value.d
+    return kv_bufs.index(WHICH + (note >> 31)).reshape([2 * KEYS, D]).slice(WG * KEYS, KEYS, dim=0)
+
+
+@gluon.jit
 def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
      p_stencils, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
-    q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
-    kv_full, q_full, do_full, ds_full = bars
+    q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
+    kv_full, q_full, do_full = bars
     tile_notes, step_notes = notes
     M: gl.constexpr = C.value.block_m
     D: gl.constexpr = C.value.d
@@ -259,12 +265,6 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
     Q_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(0, D_L, 2)  # an S^T accumulator is already a left operand: no data moves
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_L)
-    all_k = k_buf.reshape([2 * KEYS, D])
-    k = all_k.slice(WG * KEYS, KEYS, dim=0)
-    v = v_buf.reshape([2 * KEYS, D]).slice(WG * KEYS, KEYS, dim=0)
-    k_dq = all_k
-    if D > 64:
-        k_dq = all_k.slice(WG * 64, 64, dim=1)
     dq_buf = dq_bufs.index(WG)
     no_s = gl.zeros([KEYS, M], gl.float32, S_L)
     no_dq = gl.zeros([64, 64], gl.float32, Q_L)
@@ -280,36 +280,22 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
     n0 = (i_kv * 2 + WG) * KEYS
     o_kv = gl.expand_dims(n0 + gl.arange(0, KEYS, gl.SliceLayout(1, S_L)), 1)
     if count > 0:
-        if C.value.ahead:
-            mbarrier.wait(q_full.index(0), 0)
-            s_token = warpgroup_mma(k, q_bufs.index(0).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
-        i_h, note = i_b, i_b
-        b_words = load_stencil(p_stencils, i_b, False, n_kv - n0, no_s, MAPPED)
-        if C.value.ahead:
-            i_h, note, stencil = read_step(step_notes, 0)
-            b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, stencil >= 0, n_kv - n0, no_s, MAPPED)
+        mbarrier.wait(q_full.index(0), 0)
+        s_token = warpgroup_mma(own_keys(kv_bufs, 0, 0, WG, C), q_bufs.index(0).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
+        i_h, note, stencil = read_step(step_notes, 0)
+        b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, stencil >= 0, n_kv - n0, no_s, MAPPED)
         mbarrier.wait(kv_full.index(1), 0)
         for i in range(count):
             stage = i % STAGES
-            phase = (i // STAGES) & 1
             q = q_bufs.index(stage).reshape([M, D])
             do = do_bufs.index(stage).reshape([M, D])
             ds_buf = ds_bufs.index(i % 2)
 
-            # S^T and P. dP is under way meanwhile.
-            if C.value.ahead:
-                # Waited for in full, before dP: ptxas cannot follow a partial wait over the loop's back edge (all products serialized).
-                b_raw = warpgroup_mma_wait(0, deps=[s_token])
-                mbarrier.wait(do_full.index(stage), phase)
-                dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
-            else:
-                mbarrier.wait(q_full.index(stage), phase)
-                i_h, note, stencil = read_step(step_notes, i)
-                s_token = warpgroup_mma(k, q.permute((1, 0)), no_s, use_acc=False, is_async=True)
-                b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, stencil >= 0, n_kv - n0, no_s, MAPPED)
-                mbarrier.wait(do_full.index(stage), phase)
-                dp_token = warpgroup_mma(v, do.permute((1, 0)), no_s, use_acc=False, is_async=True)
-                b_raw = warpgroup_mma_wait(1, deps=[s_token])
+            # S^T and P. dP is under way meanwhile. S^T is awaited in full before dP is issued: ptxas cannot follow a partial wait over the
+            # loop's back edge (all products serialized).
+            b_raw = warpgroup_mma_wait(0, deps=[s_token])
+            mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
+            dp_token = warpgroup_mma(own_keys(kv_bufs, 1, note, WG, C), do.permute((1, 0)), no_s, use_acc=False, is_async=True)
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, COLUMN), 0)
             b_lse = lse_bufs.index(stage).load(COLUMN)
             b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE)
@@ -337,39 +323,39 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
             ds_buf.slice(WG * KEYS, KEYS, dim=0).store(b_ds16)
             fence_async_shared()
             dk_token = warpgroup_mma(gl.convert_layout(b_ds16, A_L, assert_trivial=True), q, b_dk, is_async=True)
-            mbarrier.arrive(ds_full.index(i % 2), count=1)
-            mbarrier.wait(ds_full.index(i % 2), (i // 2) & 1)  # both halves are there
+            bar_sync(DS_READY, 256)  # both halves are there
             ds_dq = ds_buf
+            k_dq = kv_bufs.index(note >> 31).reshape([2 * KEYS, D])
             if D == 64:
                 ds_dq = ds_buf.slice(WG * 64, 64, dim=1)
+            else:
+                k_dq = k_dq.slice(WG * 64, 64, dim=1)
             dq_token = warpgroup_mma(ds_dq.permute((1, 0)), k_dq, no_dq, use_acc=False, is_async=True)
             b_dv, b_dk = warpgroup_mma_wait(1, deps=[dv_token, dk_token])
             bar_arrive(STAGE_FREE + stage, 288)
 
             # S^T of the next tile, under the staging of dQ
-            if C.value.ahead:
-                after = (i + 1) % STAGES
-                mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
-                i_h, note, stencil = read_step(step_notes, i + 1)
-                s_token = warpgroup_mma(k, q_bufs.index(after).reshape([M, D]).permute((1, 0)), no_s, use_acc=False, is_async=True)
-                wanted = (stencil >= 0) & (i + 1 < count)
-                b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, wanted, n_kv - n0, no_s, MAPPED)
-                b_dq = warpgroup_mma_wait(1, deps=[dq_token])
-            else:
-                b_dq = warpgroup_mma_wait(0, deps=[dq_token])
+            after = (i + 1) % STAGES
+            mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
+            i_h, note, stencil = read_step(step_notes, i + 1)
+            note = gl.where(i + 1 < count, note, 0)  # nobody wrote the one behind the last
+            q_after = q_bufs.index(after).reshape([M, D])
+            s_token = warpgroup_mma(own_keys(kv_bufs, 0, note, WG, C), q_after.permute((1, 0)), no_s, use_acc=False, is_async=True)
+            wanted = (stencil >= 0) & (i + 1 < count)
+            b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, wanted, n_kv - n0, no_s, MAPPED)
+            b_dq = warpgroup_mma_wait(1, deps=[dq_token])
             bar_sync(DQ_SENT + WG, 160)
             dq_buf.store(fragment_order(b_dq))
             fence_async_shared()
             bar_arrive(DQ_STAGED + WG, 160)
-        if C.value.ahead:
-            warpgroup_mma_wait(0, deps=[s_token])  # the product ahead of the last tile is not used
+        warpgroup_mma_wait(0, deps=[s_token])  # the product ahead of the last tile is not used
     bar_sync(LOOP_DONE, 256)  # the other warpgroup may still read our keys for its last dQ
     unsound = gl.max(unsound_rows(b_dk) | unsound_rows(b_dv), 0)
     gl.store(p_unsound + (i_bh * n_tiles + i_kv) * 2 + WG, unsound)
-    k.store((b_dk * scale).to(dtype))
-    v.store(b_dv.to(dtype))
+    own_keys(kv_bufs, 0, 0, WG, C).store((b_dk * scale).to(dtype))
+    own_keys(kv_bufs, 1, 0, WG, C).store(b_dv.to(dtype))
     fence_async_shared()
     i_hk = i_bh % (n_heads // ratio)
-    tma_store(dk_desc, [i_b, i_hk, n0, 0], k_buf.slice(WG * KEYS, KEYS, dim=2))
-    tma_store(dv_desc, [i_b, i_hk, n0, 0], v_buf.slice(WG * KEYS, KEYS, dim=2))
+    tma_store(dk_desc, [i_b, i_hk, n0, 0], kv_bufs.index(0).slice(WG * KEYS, KEYS, dim=2))
+    tma_store(dv_desc, [i_b, i_hk, n0, 0], kv_bufs.index(1).slice(WG * KEYS, KEYS, dim=2))
     tma.store_wait(0)

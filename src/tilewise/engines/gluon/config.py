@@ -33,12 +33,12 @@ def forward_tile(cut: ForwardCut) -> tuple[int, int]:
 
 
 def backward_cut(p: Problem) -> BackwardCut:
-    return _backward_cut(max(padded(p.head_dim), padded(p.v_dim)), p.mask is None)
+    return _backward_cut(max(padded(p.head_dim), padded(p.v_dim)))
 
 
 @lru_cache(maxsize=64)
-def _backward_cut(d: int, full: bool) -> BackwardCut:
-    return BackwardCut(d, stages=2, ahead=d == 128 or full)
+def _backward_cut(d: int) -> BackwardCut:
+    return BackwardCut(d, stages=2)
 
 
 def backward_tile(cut: BackwardCut) -> tuple[int, int]:

@@ -34,7 +34,6 @@ class ForwardCut:
 class BackwardCut:
     d: int  # head dim in shared memory, of keys and values alike: 64 or 128
     stages: int  # query tiles in flight
-    ahead: bool  # the next tile's scores are issued before dQ is staged
 
     @property
     def block_m(self) -> int:
