@@ -22,10 +22,10 @@ def forward_cut(p: Problem) -> ForwardCut:
 def _forward_cut(d: int, dv: int, given: bool) -> ForwardCut:
     width = max(d, dv)
     if width == 64 and not given:
-        return ForwardCut(d, dv, block_n=128, warpgroups=3, q_buffers=2, k_stages=3, v_stages=3, ping_pong=True)
+        return ForwardCut(d, dv, block_n=128, warpgroups=3, k_stages=3, v_stages=3, ping_pong=True, own_o_buffer=True)
     if width <= 128:
-        return ForwardCut(d, dv, block_n=128, warpgroups=2, q_buffers=2, k_stages=3, v_stages=2, ping_pong=True)
-    return ForwardCut(d, dv, block_n=64, warpgroups=2, q_buffers=1, k_stages=2, v_stages=2, ping_pong=False)
+        return ForwardCut(d, dv, block_n=128, warpgroups=2, k_stages=3, v_stages=2, ping_pong=True, own_o_buffer=True)
+    return ForwardCut(d, dv, block_n=64, warpgroups=2, k_stages=2, v_stages=2, ping_pong=False, own_o_buffer=d != dv)
 
 
 def forward_tile(cut: ForwardCut) -> tuple[int, int]:

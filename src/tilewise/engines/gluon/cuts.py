@@ -9,20 +9,10 @@ class ForwardCut:
     dv: int
     block_n: int  # keys of a step
     warpgroups: int  # consumers: a query tile has 64 rows for each
-    q_buffers: int  # two: the next query tile loads while this one is worked on, and its first scores are issued before this one leaves
     k_stages: int
     v_stages: int  # three and more: V is awaited a step ahead, under the softmax
     ping_pong: bool  # consumers take turns at issuing products
-
-    @property
-    def lazy(self) -> bool:
-        """O is rescaled only where a row's maximum has grown much: it is so wide that this is a third of a step's instructions."""
-        return self.dv >= 256
-
-    @property
-    def own_o_buffer(self) -> bool:
-        """O leaves through its own shared memory; through that of Q where both have one shape."""
-        return self.d != self.dv
+    own_o_buffer: bool  # O leaves through its own shared memory, so that the next Q can load at once
 
     @property
     def registers(self) -> tuple[int, int]:

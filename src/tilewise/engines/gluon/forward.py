@@ -42,8 +42,7 @@ from tilewise.engines.triton.steps import kept, unit
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 TILE_NOTES = gl.constexpr(5)
 TURN = gl.constexpr(5)  # named barriers 5, 6, 7: whose turn it is to issue products
-K_FREE = gl.constexpr(8)  # 8 to 10: stage of K handed back
-Q_FREE = gl.constexpr(11)  # queries and their notes handed back
+K_FREE = gl.constexpr(8)  # 8 to 11: stage of K handed back
 V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
 
 
@@ -59,29 +58,30 @@ def forward(
     BN: gl.constexpr = C.value.block_n
     D: gl.constexpr = C.value.d
     DV: gl.constexpr = C.value.dv
-    QB: gl.constexpr = C.value.q_buffers
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = q_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [QB * NWG, 1, 1, ROWS, D], q_desc.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [NWG, 1, 1, ROWS, D], q_desc.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [KS, 1, 1, BN, D], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [VS, 1, 1, BN, DV], v_desc.layout)
     o_bufs = q_bufs
     if C.value.own_o_buffer:
         o_bufs = gl.allocate_shared_memory(dtype, [NWG, 1, 1, ROWS, DV], o_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [QB, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [NWG, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], BARRIER)
-    for b in gl.static_range(QB):
-        mbarrier.init(q_full.index(b), count=1)
+    for w in gl.static_range(NWG):
+        mbarrier.init(q_full.index(w), count=1)
+        mbarrier.init(q_free.index(w), count=1)
     for s in gl.static_range(KS):
         mbarrier.init(k_full.index(s), count=1)
     for s in gl.static_range(VS):
         mbarrier.init(v_full.index(s), count=1)
-    tile_notes = new_notes(TILE_NOTES * QB)  # head, query tile, steps, masked steps, the first one's stencil
+    tile_notes = new_notes(TILE_NOTES * NWG)  # of each warpgroup: head, query tile, steps, masked steps, the first one's stencil
     step_notes = new_notes(KS)
-    bars = (q_full, k_full, v_full)
+    bars = (q_full, q_free, k_full, v_full)
     load = (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
             n_heads, ratio, n_kv, n_tiles, n_bh, n_group)  # fmt: skip
     work = (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
@@ -115,51 +115,41 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * NWG
-    q_full, k_full, v_full = bars
-    queries = (q_desc, q_bufs, q_full, tile_notes)
+    q_full, q_free, k_full, v_full = bars
+    queries = (q_desc, q_bufs, q_full, q_free, tile_notes)
     keys = (k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes)
     n_items = n_tiles * n_bh
+    source = (p_counter, tiles, s_tiles, n_heads, n_kv, n_tiles, n_bh, n_group)
     turn = 0  # query tiles sent
     it = 0  # key tiles sent
-    item = next_item(p_counter, n_items)
+    item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
     while item < n_items:
-        # Longest first inside a group of heads that fits the L2 cache.
-        first = item // (n_tiles * n_group) * n_group
-        rest = item - first * n_tiles
-        heads = gl.minimum(n_group, n_bh - first)
-        i_bh = first + rest % heads
-        i_tile = rest // heads
-        i_b = i_bh // n_heads
-        i_h = i_bh % n_heads
-        i_hk = i_h // ratio
-        if MAPPED:
-            row = i_b * s_tiles[0] + i_h * s_tiles[1]
-            i_tile = uniform(gl.load(tiles[0] + row + i_tile))
-            row += i_tile
-            steps = uniform(gl.load(tiles[1] + row))
-            masked = uniform(gl.load(tiles[2] + row))
-            stencil = uniform(gl.load(tiles[6] + row))
-            if steps == 0:
-                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, 0, 0, C)
+        tile = (i_bh, i_bh // n_heads, i_bh % n_heads, i_bh % n_heads // ratio, i_tile, steps, masked, stencil)
+        # The next tile is drawn when the first keys of this one are under way: by the time it is needed, memory has answered.
+        if steps == 0:
+            send_queries(queries, turn, tile, C)
+            item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
+        elif MAPPED:
+            runs = (masked_run, end, full_run, masked_run)
             started = it
-            for run in range(uniform(gl.load(tiles[3] + 3 * row + 1)), uniform(gl.load(tiles[3] + 3 * row + 3))):  # masked
-                start = uniform(gl.load(tiles[4] + run))
-                for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
-                    it += 1
-            for run in range(uniform(gl.load(tiles[3] + 3 * row)), uniform(gl.load(tiles[3] + 3 * row + 1))):
-                start = uniform(gl.load(tiles[4] + run))
-                for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
-                    it += 1
+            for kind in gl.static_range(2):  # masked tiles, then full ones
+                for run in range(runs[2 * kind], runs[2 * kind + 1]):
+                    start = uniform(gl.load(tiles[4] + run))
+                    for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
+                        send_keys(keys, queries, it, turn, it == started, tile, i_kv, C)
+                        if it == started:
+                            item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
+                        it += 1
         else:
-            steps = gl.cdiv(n_kv, BN)
-            for i in range(steps):
-                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, steps, (n_kv % BN != 0).to(gl.int32), 0, C)
+            count = steps
+            send_keys(keys, queries, it, turn, True, tile, count - 1, C)
+            item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
+            it += 1
+            for i in range(1, count):
+                send_keys(keys, queries, it, turn, False, tile, count - 1 - i, C)
                 it += 1
         turn += 1
-        item = next_item(p_counter, n_items)
-    send_queries(queries, turn, 0, 0, 0, 0, -1, 0, 0, C)
+    send_queries(queries, turn, (0, 0, 0, 0, 0, -1, 0, 0), C)
     for j in range(gl.maximum(it - KS, 0), it):  # meet the last arrivals: no barrier stays half full
         bar_sync(K_FREE + j % KS, ALL)
     for j in range(gl.maximum(it - VS, 0), it):
@@ -167,33 +157,61 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C: gl.constexpr):
-    """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done), how many of them,
-    the first ones, are masked, and the stencil of the first."""
-    q_desc, q_bufs, q_full, tile_notes = queries
-    NWG: gl.constexpr = C.value.warpgroups
-    QB: gl.constexpr = C.value.q_buffers
-    here = turn % QB
-    full = q_full.index(here)
-    if turn >= QB:
-        bar_sync(Q_FREE, 32 + 128 * NWG)
-    write_note(tile_notes, TILE_NOTES * here, i_bh)
-    write_note(tile_notes, TILE_NOTES * here + 1, i_tile)
-    write_note(tile_notes, TILE_NOTES * here + 2, steps)
-    write_note(tile_notes, TILE_NOTES * here + 3, masked)
-    write_note(tile_notes, TILE_NOTES * here + 4, stencil)
-    if steps > 0:
-        mbarrier.expect(full, NWG * q_desc.block_type.nbytes)
-        for w in gl.static_range(NWG):
-            tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], full, q_bufs.index(here * NWG + w))
-    else:
-        mbarrier.arrive(full, count=1)
+def draw(source, MAPPED: gl.constexpr, C: gl.constexpr):
+    """The next query tile of all programs' (n_items or more: none is left): its number, head, place, steps, masked steps, first stencil, and its
+    runs of key tiles, first full ones, then masked ones. Longest first within heads that share the L2 cache."""
+    p_counter, tiles, s_tiles, n_heads, n_kv, n_tiles, n_bh, n_group = source
+    BN: gl.constexpr = C.value.block_n
+    item = next_item(p_counter, n_tiles * n_bh)
+    place = gl.minimum(item, n_tiles * n_bh - 1)
+    first = place // (n_tiles * n_group) * n_group
+    rest = place - first * n_tiles
+    heads = gl.minimum(n_group, n_bh - first)
+    i_bh = first + rest % heads
+    i_tile = rest // heads
+    steps = gl.cdiv(n_kv, BN)
+    masked = (n_kv % BN != 0).to(gl.int32)
+    stencil = steps * 0
+    full_run, masked_run, end = stencil, stencil, stencil
+    if MAPPED:
+        row = i_bh // n_heads * s_tiles[0] + i_bh % n_heads * s_tiles[1]
+        i_tile = uniform(gl.load(tiles[0] + row + i_tile))
+        row += i_tile
+        steps = uniform(gl.load(tiles[1] + row))
+        masked = uniform(gl.load(tiles[2] + row))
+        stencil = uniform(gl.load(tiles[6] + row))
+        full_run = uniform(gl.load(tiles[3] + 3 * row))
+        masked_run = uniform(gl.load(tiles[3] + 3 * row + 1))
+        end = uniform(gl.load(tiles[3] + 3 * row + 3))
+    return item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end
 
 
 @gluon.jit
-def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C: gl.constexpr):
+def send_queries(queries, turn, tile, C: gl.constexpr):
+    """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done), how many of them,
+    the first ones, are masked, and the stencil of the first."""
+    q_desc, q_bufs, q_full, q_free, tile_notes = queries
+    i_bh, i_b, i_h, _, i_tile, steps, masked, stencil = tile
+    NWG: gl.constexpr = C.value.warpgroups
+    for w in gl.static_range(NWG):
+        mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
+        write_note(tile_notes, TILE_NOTES * w, i_bh)
+        write_note(tile_notes, TILE_NOTES * w + 1, i_tile)
+        write_note(tile_notes, TILE_NOTES * w + 2, steps)
+        write_note(tile_notes, TILE_NOTES * w + 3, masked)
+        write_note(tile_notes, TILE_NOTES * w + 4, stencil)
+        if steps > 0:
+            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+            tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], q_full.index(w), q_bufs.index(w))
+        else:
+            mbarrier.arrive(q_full.index(w), count=1)
+
+
+@gluon.jit
+def send_keys(keys, queries, it, turn, first, tile, i_kv, C: gl.constexpr):
     """A tile of K, with a note of where it lies, and of V; the first one brings the queries along."""
     k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes = keys
+    _, i_b, _, i_hk, _, _, _, _ = tile
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * C.value.warpgroups
@@ -204,7 +222,7 @@ def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv
     mbarrier.expect(k_full.index(it % KS), k_desc.block_type.nbytes)
     tma_load(k_desc, [i_b, i_hk, n0, 0], k_full.index(it % KS), k_bufs.index(it % KS))
     if first:
-        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C)
+        send_queries(queries, turn, tile, C)
     if it >= VS:
         bar_sync(V_FREE + it % VS, ALL)
     mbarrier.expect(v_full.index(it % VS), v_desc.block_type.nbytes)
@@ -220,159 +238,122 @@ def consumer(
 ):  # fmt: skip
     (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
      p_stencils, n_heads, n_q, n_kv, scale, keep_scale, threshold, score) = args  # fmt: skip
-    q_full, k_full, v_full = bars
+    q_full, q_free, k_full, v_full = bars
     NWG: gl.constexpr = C.value.warpgroups
     BN: gl.constexpr = C.value.block_n
     D: gl.constexpr = C.value.d
     DV: gl.constexpr = C.value.dv
-    QB: gl.constexpr = C.value.q_buffers
-    KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * NWG
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
     buffers = (k_bufs, v_bufs, k_full, v_full, step_notes)
-    queries = (q_bufs, q_full, tile_notes)
+    q = q_bufs.index(WG).reshape([ROWS, D])
+    out = o_bufs.index(WG)
 
     if C.value.ping_pong and WG == NWG - 1:
         bar_arrive(TURN, 256)  # warpgroup 0 begins
     it = 0  # key tiles seen, over all query tiles
     turn = 0
-    s_token, n0, b_words, i_bh, i_tile, steps, masked, stencil_row = begin(queries, buffers, p_stencils, it, turn, MAPPED, WG, C)
-    b_s = warpgroup_mma_wait(0, deps=[s_token])
-    if steps > 0:
-        bar_arrive(K_FREE, ALL)
+    mbarrier.wait(q_full.index(WG), 0)
+    steps = read_note(tile_notes, TILE_NOTES * WG + 2)
     while steps >= 0:
+        i_bh = read_note(tile_notes, TILE_NOTES * WG)
+        i_tile = read_note(tile_notes, TILE_NOTES * WG + 1)
+        masked = read_note(tile_notes, TILE_NOTES * WG + 3)
+        stencil_row = (read_note(tile_notes, TILE_NOTES * WG + 4) * NWG + WG) * ROWS
         m0 = (i_tile * NWG + WG) * ROWS
-        head = i_bh
-        q_buf = q_bufs.index(turn % QB * NWG + WG)
         place = (i_bh // n_heads, i_bh % n_heads, m0, n_q, n_kv, scale, threshold, p_seed, score)
-        b_top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape(by_thread(ROWS, BN)), 1), 2)
+        b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
         b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
         if steps > 0:
-            b_p, b_top, b_m, b_l, b_decay = softmax_step(
-                b_s, b_top, b_m, b_l, n0, masked > 0, b_words, place, SCORE, MAPPED, True, DROPOUT, C)  # fmt: skip
-            mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=steps > 1)
-            if VS > 2:
-                mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
-            b_p = as_operand(b_p, k_bufs.dtype, C)
+            b_p, b_m, b_l, b_decay = first_step(
+                q, b_m, b_l, buffers, it, p_stencils, stencil_row, masked > 0, steps > 1, place, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
             it += 1
-            hand_back(turn, C)
             for i in range(1, steps):
-                b_p, b_o, b_top, b_m, b_l, b_decay = attend(
-                    q_buf.reshape([ROWS, D]), b_p, b_o, b_top, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row + i * (NWG * ROWS),
-                    i < masked, i + 1 < steps, place, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
+                b_p, b_o, b_m, b_l, b_decay = attend(
+                    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row + i * (NWG * ROWS), i < masked, i + 1 < steps, place,
+                    SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
                 it += 1
-            b_o = rescale(b_o, b_decay, C)
+            if C.value.own_o_buffer:
+                mbarrier.arrive(q_free.index(WG), count=1)
+            b_o = rescale(b_o, b_decay)
             last = (it - 1) % VS
             if VS <= 2:
                 mbarrier.wait(v_full.index(last), ((it - 1) // VS) & 1)
             o_token = warpgroup_mma(b_p, v_bufs.index(last).reshape([BN, DV]), b_o, is_async=True)
             b_o = warpgroup_mma_wait(0, deps=[o_token])
             bar_arrive(V_FREE + last, ALL)
-        else:
-            hand_back(turn, C)
+        elif C.value.own_o_buffer:
+            mbarrier.arrive(q_free.index(WG), count=1)
 
-        # The next tile's first scores are under way while this one leaves.
-        turn += 1
-        if QB > 1:
-            s_token, n0, b_words, i_bh, i_tile, steps, masked, stencil_row = begin(queries, buffers, p_stencils, it, turn, MAPPED, WG, C)
-        out = q_buf
+        # Out. Everything is in base 2 from here on.
+        b_sum = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)
+        b_top = b_m * unit(scale, SCORE)
+        o_q = m0 + gl.arange(0, ROWS, ROW)
+        o_row = i_bh.to(gl.int64) * n_q + o_q
+        gl.store(p_highest + o_row, b_top * LN2, mask=o_q < n_q)
+        unsound = gl.convert_layout(unsound_rows(b_o), ROW, assert_trivial=True) | lost(b_m, b_sum)
+        if SINKS:  # one more key, of value 0
+            sink = gl.load(p_sinks + i_bh % n_heads).to(gl.float32) * LOG2E
+            b_base = gl.maximum(b_top, sink)
+            b_share = gl.exp2(b_top - b_base)
+            b_sum = b_sum * b_share + gl.exp2(sink - b_base)
+            b_o = b_o * gl.expand_dims(gl.convert_layout(b_share, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
+            b_top = b_base
+        nothing = b_sum == 0.0
+        b_sum = gl.where(nothing, 1.0, b_sum)
+        b_lse = gl.where(nothing, float("-inf"), (b_top + gl.log2(b_sum)) * LN2)
+        gl.store(p_lse + o_row, gl.where(unsound > 0, float("nan"), b_lse), mask=o_q < n_q)  # NaN: see mend_forward
+        b_o = b_o * gl.expand_dims(gl.convert_layout(keep_scale / b_sum, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
         if C.value.own_o_buffer:
-            out = o_bufs.index(WG)
-        store_tile(o_desc, out, p_lse, p_highest, p_sinks, b_o, b_top, b_m, b_l, head, m0, n_heads, n_q, scale, keep_scale, SCORE, SINKS, C)
-        if QB == 1:
+            tma.store_wait(0)  # the tile before has left
+        out.reshape([ROWS, DV]).store(b_o.to(q_bufs.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [i_bh // n_heads, i_bh % n_heads, m0, 0], out)
+        if not C.value.own_o_buffer:
             tma.store_wait(0)
-            bar_arrive(Q_FREE, ALL)
-            s_token, n0, b_words, i_bh, i_tile, steps, masked, stencil_row = begin(queries, buffers, p_stencils, it, turn, MAPPED, WG, C)
-        b_s = warpgroup_mma_wait(0, deps=[s_token])
-        if steps > 0:
-            bar_arrive(K_FREE + it % KS, ALL)
+            mbarrier.arrive(q_free.index(WG), count=1)
+        turn += 1
+        mbarrier.wait(q_full.index(WG), turn & 1)
+        steps = read_note(tile_notes, TILE_NOTES * WG + 2)
     tma.store_wait(0)
     if C.value.ping_pong and WG == 0:
         bar_sync(TURN, 256)  # meet the last arrival
 
 
 @gluon.jit
-def hand_back(turn, C: gl.constexpr):
-    """The other buffer of Q, when the tile before has left it. Not before this tile's first softmax, so as not to wait for that."""
-    if C.value.q_buffers > 1:
-        if turn > 0:
-            if not C.value.own_o_buffer:
-                tma.store_wait(0)
-            bar_arrive(Q_FREE, 32 + 128 * C.value.warpgroups)
-
-
-@gluon.jit
-def begin(queries, buffers, p_stencils, it, turn, MAPPED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """A query tile's notes, and its first scores under way. Where there are none, what is computed is not used."""
-    q_bufs, q_full, tile_notes = queries
-    k_bufs, _, k_full, _, step_notes = buffers
-    NWG: gl.constexpr = C.value.warpgroups
-    D: gl.constexpr = C.value.d
-    QB: gl.constexpr = C.value.q_buffers
-    KS: gl.constexpr = C.value.k_stages
-    here = turn % QB
-    mbarrier.wait(q_full.index(here), (turn // QB) & 1)
-    steps = read_note(tile_notes, TILE_NOTES * here + 2)
-    mbarrier.wait(k_full.index(it % KS), (it // KS) & 1, pred=steps > 0)
-    if C.value.ping_pong:
-        if steps > 0:
-            bar_sync(TURN + WG, 256)
-    s_token = issue_scores(q_bufs.index(here * NWG + WG).reshape([ROWS, D]), k_bufs.index(it % KS), C)
-    if C.value.ping_pong:
-        if steps > 0:
-            bar_arrive(TURN + (WG + 1) % NWG, 256)
-    n0 = read_note(step_notes, it % KS)
-    i_bh = read_note(tile_notes, TILE_NOTES * here)
-    i_tile = read_note(tile_notes, TILE_NOTES * here + 1)
-    masked = read_note(tile_notes, TILE_NOTES * here + 3)
-    stencil_row = (read_note(tile_notes, TILE_NOTES * here + 4) * NWG + WG) * ROWS
-    b_words = stencil_of(p_stencils, stencil_row, masked > 0, MAPPED, C)
-    return s_token, n0, b_words, i_bh, i_tile, steps, masked, stencil_row
-
-
-@gluon.jit
-def store_tile(
-    o_desc, out, p_lse, p_highest, p_sinks, b_o, b_top, b_m, b_l, i_bh, m0, n_heads, n_q, scale, keep_scale,
-    SCORE: gl.constexpr, SINKS: gl.constexpr, C: gl.constexpr,
+def first_step(
+    q, b_m, b_l, buffers, it, p_stencils, stencil_row, masked, more, place,
+    SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """O, lse and the highest scores of a tile. Everything is in base 2 here."""
-    ROW: gl.constexpr = b_m.type.layout
-    O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
-    DV: gl.constexpr = C.value.dv
-    b_sum = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)
-    c = unit(scale, SCORE)
-    b_base = b_m * c
-    o_q = m0 + gl.arange(0, ROWS, ROW)
-    o_row = i_bh.to(gl.int64) * n_q + o_q
-    gl.store(p_highest + o_row, b_top * c * LN2, mask=o_q < n_q)
-    unsound = gl.convert_layout(unsound_rows(b_o), ROW, assert_trivial=True) | lost(b_m, b_sum)
-    if SINKS:  # one more key, of value 0
-        sink = gl.load(p_sinks + i_bh % n_heads).to(gl.float32) * LOG2E
-        b_higher = gl.maximum(b_base, sink)
-        b_share = gl.exp2(b_base - b_higher)
-        b_sum = b_sum * b_share + gl.exp2(sink - b_higher)
-        b_o = b_o * gl.expand_dims(gl.convert_layout(b_share, O_ROW, assert_trivial=True), 1)
-        b_base = b_higher
-    nothing = b_sum == 0.0
-    b_sum = gl.where(nothing, 1.0, b_sum)
-    b_lse = gl.where(nothing, float("-inf"), (b_base + gl.log2(b_sum)) * LN2)
-    gl.store(p_lse + o_row, gl.where(unsound > 0, float("nan"), b_lse), mask=o_q < n_q)  # NaN: see mend_forward
-    b_o = b_o * gl.expand_dims(gl.convert_layout(keep_scale / b_sum, O_ROW, assert_trivial=True), 1)
-    if C.value.own_o_buffer:
-        tma.store_wait(0)  # the tile before has left
-    out.reshape([ROWS, DV]).store(b_o.to(out.dtype))
-    fence_async_shared()
-    tma_store(o_desc, [i_bh // n_heads, i_bh % n_heads, m0, 0], out)
+    """Scores of the first key tile; no P V is under way."""
+    k_bufs, _, k_full, v_full, step_notes = buffers
+    NWG: gl.constexpr = C.value.warpgroups
+    KS: gl.constexpr = C.value.k_stages
+    VS: gl.constexpr = C.value.v_stages
+    mbarrier.wait(k_full.index(it % KS), (it // KS) & 1)
+    n0 = read_note(step_notes, it % KS)
+    if C.value.ping_pong:
+        bar_sync(TURN + WG, 256)
+    s_token = issue_scores(q, k_bufs.index(it % KS), C)
+    if C.value.ping_pong:
+        bar_arrive(TURN + (WG + 1) % NWG, 256)
+    b_words = stencil_of(p_stencils, stencil_row, masked, MAPPED, C)
+    b_s = warpgroup_mma_wait(0, deps=[s_token])
+    bar_arrive(K_FREE + it % KS, 32 + 128 * NWG)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, True, DROPOUT, C)
+    mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
+    if VS > 2:
+        mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
+    return as_operand(b_p, k_bufs.dtype, C), b_m, b_l, b_decay
 
 
 @gluon.jit
 def attend(
-    q, b_p, b_o, b_top, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row, masked, more, place,
+    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row, masked, more, place,
     SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it.
@@ -388,7 +369,7 @@ def attend(
     if C.value.ping_pong:
         bar_sync(TURN + WG, 256)
     s_token = issue_scores(q, k_bufs.index(it % KS), C)
-    b_o = rescale(b_o, b_decay, C)
+    b_o = rescale(b_o, b_decay)
     if VS <= 2:
         mbarrier.wait(v_full.index((it - 1) % VS), ((it - 1) // VS) & 1)
     o_token = warpgroup_mma(b_p, v_bufs.index((it - 1) % VS).reshape([BN, DV]), b_o, is_async=True)
@@ -400,14 +381,14 @@ def attend(
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     bar_arrive(K_FREE + it % KS, ALL)
-    b_p, b_top, b_m, b_l, b_decay = softmax_step(b_s, b_top, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, False, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, False, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
     else:
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_o, b_p, b_l, b_decay = warpgroup_mma_wait(0, deps=[o_token, b_p, b_l, b_decay])
     bar_arrive(V_FREE + (it - 1) % VS, ALL)
-    return as_operand(b_p, k_bufs.dtype, C), b_o, b_top, b_m, b_l, b_decay
+    return as_operand(b_p, k_bufs.dtype, C), b_o, b_m, b_l, b_decay
 
 
 @gluon.jit
@@ -431,11 +412,10 @@ def stencil_of(p_stencils, row, masked, MAPPED: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    b_s, b_top, b_m, b_l, n0, masked, b_words, place,
+    b_s, b_m, b_l, n0, masked, b_words, place,
     SCORE: gl.constexpr, MAPPED: gl.constexpr, FIRST: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """From q.k to weights, measured from a base b_m [ROWS]: the running maximum b_top, or a former one that is at most a factor 2^8 below.
-    Sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
+    """From q.k to weights. Running maximum b_m [ROWS], sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
     i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, score = place
     BN: gl.constexpr = C.value.block_n
     S_L: gl.constexpr = b_s.type.layout
@@ -451,10 +431,7 @@ def softmax_step(
             b_s = gl.where(o_kv < n_kv, b_s, float("-inf"))
     c = unit(scale, SCORE)
     b_high = gl.max(gl.max(gl.max(b_s.reshape(BY_THREAD), 1), 2), 1)
-    b_top = gl.maximum(b_top, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))
-    b_new = b_top
-    if C.value.lazy:  # weights up to 2^8 are as exact as weights up to 1
-        b_new = gl.where((b_top - b_m) * c > 8.0, b_top, b_m)
+    b_new = gl.maximum(b_m, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))
     b_base = gl.where(b_new == float("-inf"), 0.0, b_new * c)  # a row with nothing yet: measure from 0, weights are 0
     b_decay = gl.exp2(b_m * c - b_base)
     b_p = gl.exp2(b_s * c - gl.expand_dims(b_base, 1))
@@ -463,33 +440,14 @@ def softmax_step(
     b_l = gl.convert_layout(b_l, b_sum.type.layout, assert_trivial=True) * by_row + b_sum
     if DROPOUT:
         b_p = gl.where(kept(p_seed, threshold, i_b, i_h, o_q, o_kv), b_p, 0.0)
-    return b_p, b_top, b_new, b_l, b_decay
+    return b_p, b_new, b_l, b_decay
 
 
 @gluon.jit
-def rescale(b_o, b_decay, C: gl.constexpr):
-    """O measured from a new base. By assembly in any case: LLVM would move the product to the end of the step before, in front of Q K^T."""
-    O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
-    if C.value.lazy:
-        N: gl.constexpr = 64  # elements at a time of the C.dv / 2 that a thread has
-        by_row = gl.expand_dims(gl.convert_layout(b_decay, O_ROW, assert_trivial=True), 1)
-        return gl.inline_asm_elementwise(rescale_text(N), rescale_operands(N), [b_o, by_row], dtype=gl.float32, is_pure=False, pack=N)
-    else:
-        b_decay = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_decay], dtype=gl.float32, is_pure=False, pack=1)
-        return b_o * gl.expand_dims(gl.convert_layout(b_decay, O_ROW, assert_trivial=True), 1)
-
-
-@gluon.constexpr_function
-def rescale_text(n):
-    """n elements of O in place, each times its row's factor, unless all factors are 1 in the whole warp. Elements 0 and 2 belong to a thread's two rows."""
-    skip = [f"setp.neu.f32 p, ${2 * n}, 0f3F800000;", f"setp.neu.f32 q, ${2 * n + 2}, 0f3F800000;", "or.pred p, p, q;",
-            "vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;"]  # fmt: skip
-    return "\n".join(["{ .reg .pred p, q;", *skip, *[f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)], "DONE: }"])
-
-
-@gluon.constexpr_function
-def rescale_operands(n):
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+def rescale(b_o, b_decay):
+    # Opaque to LLVM, which would move the product to the end of the step before, in front of Q K^T.
+    b_decay = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_decay], dtype=gl.float32, is_pure=False, pack=1)
+    return b_o * gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_o.type.layout), assert_trivial=True), 1)
 
 
 @gluon.jit
