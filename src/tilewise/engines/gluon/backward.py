@@ -34,7 +34,7 @@ from tilewise.engines.gluon.pieces import (
 from tilewise.engines.triton.steps import kept, unit
 
 KEYS = gl.constexpr(64)  # keys of a warpgroup
-STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: 256 consumer threads arrive, the load warp syncs
+STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: who is done with it last arrives (the 256 consumer threads), the load warp syncs
 DQ_STAGED = gl.constexpr(10)  # + warpgroup: 128 threads arrive, the store warp syncs
 DQ_SENT = gl.constexpr(12)  # + warpgroup: the store warp arrives, 128 threads sync
 LOOP_DONE = gl.constexpr(14)  # the 256 consumer threads sync
@@ -57,36 +57,16 @@ def backward(
 ):  # fmt: skip
     """n_bh: batches times key heads; n_padded: rows of lse, delta and dQ's sums that a head has."""
     M: gl.constexpr = C.value.block_m
-    D: gl.constexpr = C.value.d
-    STAGES: gl.constexpr = C.value.stages
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    bufs, bars, notes = received(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, C)
     dtype: gl.constexpr = q_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], do_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, D], v_desc.layout)
     ds_bufs = gl.allocate_shared_memory(dtype, [2, 2 * KEYS, M], gl.NVMMASharedLayout.get_default_for([2 * KEYS, M], dtype))
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
-    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
-    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(2):
-        mbarrier.init(kv_full.index(j), count=1)
         mbarrier.init(ds_full.index(j), count=2)
-    for j in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(j), count=1)
-        mbarrier.init(do_full.index(j), count=1)
-    tile_notes = new_notes(3)  # key head, key tile, steps
-    step_notes = new_notes(2 * RING)  # head; first query, and whether the step is masked
-    bufs = (q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs)
-    bars = (kv_full, q_full, do_full, ds_full)
-    notes = (tile_notes, step_notes)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
-    work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
+    work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, ds_full, dq_bufs, bars, notes,
             n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score)  # fmt: skip
     gl.warp_specialize([
         (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 0, C)),
@@ -100,13 +80,41 @@ def backward(
 
 
 @gluon.jit
+def received(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, C: gl.constexpr):
+    """Shared memory for what the load warp brings, the barriers that complete when it is there, and the load warp's notes."""
+    M: gl.constexpr = C.value.block_m
+    D: gl.constexpr = C.value.d
+    STAGES: gl.constexpr = C.value.stages
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], do_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [1, 1, C.value.block_n, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [1, 1, C.value.block_n, D], v_desc.layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for j in gl.static_range(2):
+        mbarrier.init(kv_full.index(j), count=1)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(j), count=1)
+        mbarrier.init(do_full.index(j), count=1)
+    tile_notes = new_notes(3)  # key head, key tile, steps
+    step_notes = new_notes(2 * RING)  # head; first query, and whether the step is masked
+    return (q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs), (kv_full, q_full, do_full), (tile_notes, step_notes)
+
+
+@gluon.jit
 def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
     (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
      n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded) = args  # fmt: skip
     M: gl.constexpr = C.value.block_m
+    N: gl.constexpr = C.value.block_n
     STAGES: gl.constexpr = C.value.stages
     tile_notes, _ = notes
-    kv_full, _, _, _ = bars
+    kv_full, _, _ = bars
     k_buf = bufs[1]
     # Key heads that share the L2 cache at a time; within them the key tiles with most work first.
     pid = gl.program_id(0)
@@ -132,11 +140,11 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
     write_note(tile_notes, 2, count)
     if count > 0:
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-        tma_load(k_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(0), k_buf)
+        tma_load(k_desc, [i_b, i_hk, i_kv * N, 0], kv_full.index(0), k_buf)
     else:
         mbarrier.arrive(kv_full.index(0), count=1)
     queries = (q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded)
-    cut = (i_kv * 2 * KEYS + 2 * KEYS > n_kv).to(gl.int32)
+    cut = ((i_kv + 1) * N > n_kv).to(gl.int32)
     it = 0
     for g in range(ratio):
         i_h = i_hk * ratio + g
@@ -154,13 +162,13 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
                     it += 1
         else:
             for i in range(q_tiles):  # programs start at different tiles, so that they do not all add to the same rows of dQ
-                i_q = i_kv * 2 * KEYS // M + i
+                i_q = i_kv * N // M + i
                 i_q = i_q % q_tiles
                 short = ((i_q + 1) * M > n_q).to(gl.int32)
                 send_queries(queries, it, i_h, i_q, cut | short, C)
                 it += 1
     for i in range(gl.maximum(it - STAGES, 0), it):
-        bar_sync(STAGE_FREE + i % STAGES, 288)  # take the last arrivals: nothing may be left pending
+        bar_sync(STAGE_FREE + i % STAGES, C.value.returning + 32)  # take the last arrivals: nothing may be left pending
 
 
 @gluon.jit
@@ -168,14 +176,15 @@ def send_queries(queries, it, i_h, i_q, masked, C: gl.constexpr):
     """A tile of Q with its lse, and of dO with its delta; the first one brings V along."""
     q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded = queries
     q_bufs, _, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
-    kv_full, q_full, do_full, _ = bars
+    kv_full, q_full, do_full = bars
     M: gl.constexpr = C.value.block_m
+    N: gl.constexpr = C.value.block_n
     STAGES: gl.constexpr = C.value.stages
     s = it % STAGES
     m0 = i_q * M
     row = (i_b * n_heads + i_h) * n_padded + m0
     if it >= STAGES:
-        bar_sync(STAGE_FREE + s, 288)
+        bar_sync(STAGE_FREE + s, C.value.returning + 32)
     write_note(notes[1], it % RING * 2, i_h)
     write_note(notes[1], it % RING * 2 + 1, 2 * m0 + masked)
     mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes + M * 4)
@@ -183,7 +192,7 @@ def send_queries(queries, it, i_h, i_q, masked, C: gl.constexpr):
     tma_load(lse_desc, [row], q_full.index(s), lse_bufs.index(s))
     if it == 0:
         mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-        tma_load(v_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(1), v_buf)
+        tma_load(v_desc, [i_b, i_hk, i_kv * N, 0], kv_full.index(1), v_buf)
     mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes + M * 4)
     tma_load(do_desc, [i_b, i_h, m0, 0], do_full.index(s), do_bufs.index(s))
     tma_load(delta_desc, [row], do_full.index(s), delta_bufs.index(s))
@@ -196,7 +205,7 @@ def send_queries(queries, it, i_h, i_q, masked, C: gl.constexpr):
 def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.constexpr):
     """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats. Warpgroup w has the w-th 64 rows (D = 64) or columns (D = 128)."""
     tile_notes, step_notes = notes
-    kv_full, _, _, _ = bars
+    kv_full, _, _ = bars
     mbarrier.wait(kv_full.index(0), 0)
     i_b = read_note(tile_notes, 0, ONE_WARP) // (n_heads // ratio)
     count = read_note(tile_notes, 2, ONE_WARP)
@@ -239,10 +248,10 @@ def read_step(step_notes, i):
 
 @gluon.jit
 def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
+    (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, ds_full, dq_bufs, bars, notes,
      n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
     q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
-    kv_full, q_full, do_full, ds_full = bars
+    kv_full, q_full, do_full = bars
     tile_notes, step_notes = notes
     M: gl.constexpr = C.value.block_m
     D: gl.constexpr = C.value.d

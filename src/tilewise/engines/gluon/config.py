@@ -6,7 +6,6 @@ from tilewise.engines.gluon.cuts import BackwardCut, ForwardCut
 from tilewise.problem import Problem
 
 ROWS = 64  # query rows of a warpgroup
-KEYS = 128  # keys of a program of the backward
 
 
 def padded(size: int) -> int:
@@ -38,8 +37,8 @@ def backward_cut(p: Problem) -> BackwardCut:
 
 @lru_cache(maxsize=64)
 def _backward_cut(d: int, full: bool) -> BackwardCut:
-    return BackwardCut(d, stages=2, ahead=d == 128 or full)
+    return BackwardCut(d, stages=2, ahead=d > 64 or full)
 
 
 def backward_tile(cut: BackwardCut) -> tuple[int, int]:
-    return cut.block_m, KEYS
+    return cut.block_m, cut.block_n

@@ -22,11 +22,31 @@ class ForwardCut:
 
 @dataclass(frozen=True)
 class BackwardCut:
-    d: int  # head dim in shared memory, of keys and values alike: 64 or 128
+    d: int  # head dim in shared memory, of keys and values alike: 64, 128 or 256
     stages: int  # query tiles in flight
     ahead: bool  # the next tile's scores are issued before dQ is staged
 
     @property
+    def wide(self) -> bool:
+        """Warpgroups share the keys of a program and halve the head dim, instead of the other way round."""
+        return self.d > 128
+
+    @property
     def block_m(self) -> int:
-        """Queries of a step. A warpgroup computes 64 x 64 of dQ: half of its rows, or half of its columns."""
+        """Queries of a step. Up to D = 128, a warpgroup computes 64 x 64 of dQ: half of its rows, or half of its columns."""
         return 128 if self.d == 64 else 64
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a program."""
+        return 64 if self.wide else 128
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """What a warpgroup has of dK and dV: keys and head dims."""
+        return 64, min(self.d, 128)
+
+    @property
+    def returning(self) -> int:
+        """Threads that hand a stage of queries back: the store warp's if dQ leaves through it, otherwise the consumers'."""
+        return 32 if self.wide else 256

@@ -1,6 +1,6 @@
 """What both Hopper kernels are made of: named barriers, notes between warps, and what a mask or score makes of a block.
 
-Triton 3.9 knows only the short names of TMA operations, 3.6 only the long ones.
+Triton 3.9 knows only the short names of TMA operations (and of reinterpret), 3.6 only the long ones.
 """
 
 import triton.language as tl
@@ -12,6 +12,7 @@ from tilewise.engines.triton.config import LOG2E as LOG2E_NUMBER
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(LOG2E_NUMBER)
 LN2 = gl.constexpr(1.0 / LOG2E_NUMBER)

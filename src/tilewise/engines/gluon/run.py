@@ -119,10 +119,10 @@ def prepare_own(output: Output, grad_out: Tensor, dlse: Tensor | None, work: Wor
 def backward_own(p: Problem, grad_out: Tensor, work: Workspace) -> dict[str, Any]:
     cut = backward_cut(p)
     m, n = backward_tile(cut)
-    queries, keys, half = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, n // 2, cut.d)
+    queries, keys, own = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, *cut.own)
     return {
         "q_desc": Described(p.query, queries), "k_desc": Described(p.key, keys), "v_desc": Described(p.value, keys),
-        "do_desc": Described(grad_out, queries), "dk_desc": Described(work.dk, half), "dv_desc": Described(work.dv, half),
+        "do_desc": Described(grad_out, queries), "dk_desc": Described(work.dk, own), "dv_desc": Described(work.dv, own),
         "dq_desc": Described(work.sums, (128, 32)), "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)),
         "p_unsound": work.unsound, "p_seed": seed_of(p),
     }  # fmt: skip
@@ -202,9 +202,9 @@ def backward_tiles(p: Problem) -> KernelTiles:
 
 
 def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
-    tiles = backward_tiles(p)
+    tiles, cut = backward_tiles(p), backward_cut(p)
     return Launch(
-        "hopper_backward",
+        "hopper_backward_wide" if cut.wide else "hopper_backward",
         p.batch * p.kv_heads * tiles.count,
         own,
         {
@@ -212,7 +212,7 @@ def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             "n_group": heads_at_a_time(p, tiles.mapped), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0, "C": backward_cut(p),
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": tiles.mapped, "DROPOUT": p.dropout_p > 0, "C": cut,
         },
         4, 1,
     )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Attention backward for Hopper (sm_90) in Gluon, head dims 129 to 256; the formulas are in backward.py.
+
+One program owns 64 keys of one key head: the sums dK and dV of 64 x 256 fill half of the registers. Its roles:
+  two consumer warpgroups   S = Q K^T and dP = dO V^T for 64 queries and 32 keys each; P and dS meet in shared memory, and there
+                            each warpgroup takes half of the head dim: dV += P^T dO, dK += dS^T Q, dQ = dS K, 64 x 128 each
+  one store warp            adds dQ to memory (TMA reduction), and hands the stage of queries back
+  one load warp             that of backward.py
+No shared memory is left to stage dQ in. It goes where the step's own Q and dO were: 64 x 128 of them in 16 bits are 64 x 64 of dQ in 32.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.engines.gluon.backward import RING, STAGE_FREE, fragment_order, loader, read_step, received, tma_reduce_add
+from tilewise.engines.gluon.pieces import (
+    ONE_WARP,
+    bar_arrive,
+    bar_sync,
+    final_scores,
+    read_note,
+    reinterpret,
+    tma_store,
+    unsound_rows,
+)
+from tilewise.engines.triton.steps import kept, unit
+
+KEYS = gl.constexpr(32)  # keys of a warpgroup in S and dP
+HALF = gl.constexpr(128)  # head dims of a warpgroup in dK, dV and dQ
+DQ_STAGED = gl.constexpr(10)  # named barriers, + stage: 256 consumer threads arrive, the store warp syncs
+TOGETHER = gl.constexpr(12)  # the 256 consumer threads sync
+
+
+@gluon.jit
+def backward(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, lse_desc, delta_desc, p_unsound, p_seed,
+    tiles, s_tiles,  # the map by key tiles, as in the forward
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, scale, keep_scale, threshold, mask, score,
+    MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """n_bh: batches times key heads; n_padded: rows of lse, delta and dQ's sums that a head has."""
+    M: gl.constexpr = C.value.block_m
+    N: gl.constexpr = C.value.block_n
+    bufs, bars, notes = received(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, C)
+    dtype: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], dtype)
+    p_bufs = gl.allocate_shared_memory(dtype, [2, N, M], TILE)  # two: a warpgroup writes the next P while the other's dV may still read this one
+    ds_buf = gl.allocate_shared_memory(dtype, [N, M], TILE)
+    # Where dQ is staged: a stage of Q, and one of dO, is a part of 64 x 64 floats for each warpgroup, in place of the columns that only it reads.
+    dq_bufs = (
+        reinterpret(bufs[0], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout),
+        reinterpret(bufs[3], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout),
+    )
+    load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
+            n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
+    work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, p_bufs, ds_buf, dq_bufs, bars, notes,
+            n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score)  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 0, C)),
+        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 1, C)),
+        (store_dq, (dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C)),
+        (loader, (load, MAPPED, C)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+
+
+@gluon.jit
+def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.constexpr):
+    """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats: four for 64 rows. Warpgroup w has 2 w, staged in Q, and 2 w + 1, in dO."""
+    tile_notes, step_notes = notes
+    kv_full, _, _ = bars
+    STAGES: gl.constexpr = C.value.stages
+    mbarrier.wait(kv_full.index(0), 0)
+    i_b = read_note(tile_notes, 0, ONE_WARP) // (n_heads // ratio)
+    count = read_note(tile_notes, 2, ONE_WARP)
+    for i in range(count):
+        s = i % STAGES
+        bar_sync(DQ_STAGED + s, 288)
+        i_h = read_note(step_notes, i % RING * 2, ONE_WARP)
+        m0 = read_note(step_notes, i % RING * 2 + 1, ONE_WARP) // 2
+        part = ((i_b * n_heads + i_h) * n_padded + m0) // 64 * 4
+        for j in gl.static_range(4):
+            tma_reduce_add(dq_desc, [(part + j) * 128, 0], dq_bufs[j % 2].index(2 * s + j // 2))
+        tma.store_wait(0)
+        bar_arrive(STAGE_FREE + s, C.value.returning + 32)
+
+
+@gluon.jit
+def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    (dk_desc, dv_desc, p_unsound, p_seed, bufs, p_bufs, ds_buf, dq_bufs, bars, notes,
+     n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
+    q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
+    kv_full, q_full, do_full = bars
+    tile_notes, step_notes = notes
+    M: gl.constexpr = C.value.block_m
+    N: gl.constexpr = C.value.block_n
+    D: gl.constexpr = C.value.d
+    STAGES: gl.constexpr = C.value.stages
+    dtype: gl.constexpr = q_bufs.dtype
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    D_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_L)
+    all_k = k_buf.reshape([N, D])
+    all_v = v_buf.reshape([N, D])
+    k = all_k.slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
+    v = all_v.slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
+    k_half = all_k.slice(WG * HALF, HALF, dim=1)
+    v_half = all_v.slice(WG * HALF, HALF, dim=1)
+    no_s = gl.zeros([M, KEYS], gl.float32, S_L)
+    no_dq = gl.zeros([M, HALF], gl.float32, D_L)
+    b_dk = gl.zeros([N, HALF], gl.float32, D_L)
+    b_dv = gl.zeros([N, HALF], gl.float32, D_L)
+    c = unit(scale, SCORE)
+
+    mbarrier.wait(kv_full.index(0), 0)
+    i_bh = read_note(tile_notes, 0)
+    i_kv = read_note(tile_notes, 1)
+    count = read_note(tile_notes, 2)
+    i_b = i_bh // (n_heads // ratio)
+    n0 = i_kv * N
+    o_kv = gl.expand_dims(n0 + WG * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_L)), 0)
+    if count > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        s_token = warpgroup_mma(q_bufs.index(0).reshape([M, D]), k, no_s, use_acc=False, is_async=True)
+        i_h, note = read_step(step_notes, 0)
+        mbarrier.wait(kv_full.index(1), 0)
+        for i in range(count):
+            stage = i % STAGES
+            q = q_bufs.index(stage).reshape([M, D])
+            do = do_bufs.index(stage).reshape([M, D])
+            p_buf = p_bufs.index(i % 2)
+
+            # S and P. dP is under way meanwhile. S is waited for in full, before dP: see backward.py.
+            b_raw = warpgroup_mma_wait(0, deps=[s_token])
+            mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
+            dp_token = warpgroup_mma(do, v, no_s, use_acc=False, is_async=True)
+            o_q = gl.expand_dims(note // 2 + gl.arange(0, M, ROW), 1)
+            b_lse = lse_bufs.index(stage).load(ROW)
+            b_s = final_scores(b_raw, note % 2 != 0, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
+            b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 1))
+            b_pd = b_p
+            if DROPOUT:
+                keep = kept(p_seed, threshold, i_b, i_h, o_q, o_kv)
+                b_pd = gl.where(keep, b_p * keep_scale, 0.0)
+            p_buf.slice(WG * KEYS, KEYS, dim=0).store(b_pd.to(dtype).permute((1, 0)))
+            fence_async_shared()
+            bar_sync(TOGETHER, 256)  # both halves of P are there
+            dv_token = warpgroup_mma(p_buf, do.slice(WG * HALF, HALF, dim=1), b_dv, is_async=True)
+            b_slope = b_p
+            if SLOPE is not None:  # early, so that the raw scores' registers are free again
+                i_q, i_k = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
+                b_slope = b_p * SLOPE(b_raw * scale, i_b, i_h, i_q, i_k, score[0], score[1], score[2], score[3])
+                b_slope = gl.where(b_s != float("-inf"), b_slope, 0.0)  # where the mask forbids, a score may well have no derivative
+
+            # dS, under dV
+            b_dp = warpgroup_mma_wait(1, deps=[dp_token])
+            if DROPOUT:
+                b_dp = gl.where(keep, b_dp * keep_scale, 0.0)
+            b_delta = delta_bufs.index(stage).load(ROW)
+            b_ds16 = (b_slope * (b_dp - gl.expand_dims(b_delta, 1))).to(dtype)
+            ds_buf.slice(WG * KEYS, KEYS, dim=0).store(b_ds16.permute((1, 0)))  # the last dQ of both has read it: they have met since
+            fence_async_shared()
+            bar_sync(TOGETHER, 256)  # both halves of dS are there, and nobody computes S or dP of this step any more
+            dk_token = warpgroup_mma(ds_buf, q.slice(WG * HALF, HALF, dim=1), b_dk, is_async=True)
+            dq_token = warpgroup_mma(ds_buf.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+
+            # S of the next tile, under the staging of dQ
+            after = (i + 1) % STAGES
+            mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
+            i_h, note = read_step(step_notes, i + 1)
+            s_token = warpgroup_mma(q_bufs.index(after).reshape([M, D]), k, no_s, use_acc=False, is_async=True)
+            b_dv, b_dk, b_dq = warpgroup_mma_wait(1, deps=[dv_token, dk_token, dq_token])
+            b_left, b_right = gl.split(b_dq.reshape([M, 2, 64]).permute((0, 2, 1)))
+            dq_bufs[0].index(2 * stage + WG).store(fragment_order(b_left))
+            dq_bufs[1].index(2 * stage + WG).store(fragment_order(b_right))
+            fence_async_shared()
+            bar_arrive(DQ_STAGED + stage, 288)
+        warpgroup_mma_wait(0, deps=[s_token])  # the product ahead of the last tile is not used
+    bar_sync(TOGETHER, 256)  # the other warpgroup may still read our half for its last S
+    unsound = gl.max(unsound_rows(b_dk) | unsound_rows(b_dv), 0)
+    gl.store(p_unsound + (i_bh * n_tiles + i_kv) * 2 + WG, unsound)
+    k_half.store((b_dk * scale).to(dtype))
+    v_half.store(b_dv.to(dtype))
+    fence_async_shared()
+    i_hk = i_bh % (n_heads // ratio)
+    tma_store(dk_desc, [i_b, i_hk, n0, WG * HALF], k_buf.slice(WG * HALF, HALF, dim=3))
+    tma_store(dv_desc, [i_b, i_hk, n0, WG * HALF], v_buf.slice(WG * HALF, HALF, dim=3))
+    tma.store_wait(0)
