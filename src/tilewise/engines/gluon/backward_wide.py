@@ -163,11 +163,13 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             dk_token = warpgroup_mma(ds_buf, q.slice(WG * HALF, HALF, dim=1), b_dk, is_async=True)
             dq_token = warpgroup_mma(ds_buf.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
 
-            # S of the next tile, under the staging of dQ
+            # S of the next tile, under the staging of dQ. `zero` is 0: the descriptors of K are then made here, not kept in 30 registers.
             after = (i + 1) % STAGES
+            zero = (i + n_q) >> 31
+            k_again = reinterpret(k_buf, dtype, [1, N, D], all_k.layout).index(zero).slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
             mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
             i_h, note = read_step(step_notes, i + 1)
-            s_token = warpgroup_mma(q_bufs.index(after).reshape([M, D]), k, no_s, use_acc=False, is_async=True)
+            s_token = warpgroup_mma(q_bufs.index(after).reshape([M, D]), k_again, no_s, use_acc=False, is_async=True)
             b_dv, b_dk, b_dq = warpgroup_mma_wait(1, deps=[dv_token, dk_token, dq_token])
             b_left, b_right = gl.split(b_dq.reshape([M, 2, 64]).permute((0, 2, 1)))
             dq_bufs[0].index(2 * stage + WG).store(fragment_order(b_left))
