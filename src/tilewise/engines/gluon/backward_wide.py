@@ -117,13 +117,14 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
     count = read_note(tile_notes, 2)
     i_b = i_bh // (n_heads // ratio)
     n0 = i_kv * N
-    o_kv = gl.expand_dims(n0 + WG * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_L)), 0)
     if count > 0:
         mbarrier.wait(q_full.index(0), 0)
         s_token = warpgroup_mma(q_bufs.index(0).reshape([M, D]), k, no_s, use_acc=False, is_async=True)
         i_h, note = read_step(step_notes, 0)
         mbarrier.wait(kv_full.index(1), 0)
         for i in range(count):
+            # 0, but no compiler knows: places of keys, and descriptors of K, are made where they are used, not kept in 50 registers.
+            zero = (i + n_q) >> 31
             stage = i % STAGES
             q = q_bufs.index(stage).reshape([M, D])
             do = do_bufs.index(stage).reshape([M, D])
@@ -134,6 +135,7 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
             dp_token = warpgroup_mma(do, v, no_s, use_acc=False, is_async=True)
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, ROW), 1)
+            o_kv = gl.expand_dims(n0 + zero + WG * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_L)), 0)
             b_lse = lse_bufs.index(stage).load(ROW)
             b_s = final_scores(b_raw, note % 2 != 0, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, mask, score, MASK, SCORE)
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 1))
@@ -163,9 +165,8 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             dk_token = warpgroup_mma(ds_buf, q.slice(WG * HALF, HALF, dim=1), b_dk, is_async=True)
             dq_token = warpgroup_mma(ds_buf.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
 
-            # S of the next tile, under the staging of dQ. `zero` is 0: the descriptors of K are then made here, not kept in 30 registers.
+            # S of the next tile, under the staging of dQ
             after = (i + 1) % STAGES
-            zero = (i + n_q) >> 31
             k_again = reinterpret(k_buf, dtype, [1, N, D], all_k.layout).index(zero).slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
             mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
             i_h, note = read_step(step_notes, i + 1)
