@@ -27,8 +27,10 @@ from tilewise.engines.triton.steps import kept, unit
 
 KEYS = gl.constexpr(32)  # keys of a warpgroup in S and dP
 HALF = gl.constexpr(128)  # head dims of a warpgroup in dK, dV and dQ
-DQ_STAGED = gl.constexpr(10)  # named barriers, + stage: 256 consumer threads arrive, the store warp syncs
-TOGETHER = gl.constexpr(12)  # the 256 consumer threads sync
+LEFT_STAGED = gl.constexpr(10)  # named barriers, + stage: 256 consumer threads arrive, the store warp syncs
+RIGHT_STAGED = gl.constexpr(12)  # + stage: the same
+TOGETHER = gl.constexpr(14)  # the 256 consumer threads sync
+ALONE = gl.constexpr(5)  # + warpgroup: its 128 threads sync
 
 
 @gluon.jit
@@ -46,11 +48,10 @@ def backward(
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], dtype)
     p_bufs = gl.allocate_shared_memory(dtype, [2, N, M], TILE)  # two: a warpgroup writes the next P while the other's dV may still read this one
     ds_buf = gl.allocate_shared_memory(dtype, [N, M], TILE)
-    # Where dQ is staged: a stage of Q, and one of dO, is a part of 64 x 64 floats for each warpgroup, in place of the columns that only it reads.
-    dq_bufs = (
-        reinterpret(bufs[0], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout),
-        reinterpret(bufs[3], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout),
-    )
+    # Where dQ is staged: a stage of dO, and one of Q, is a part of 64 x 64 floats for each warpgroup, in place of the columns that it reads last.
+    dq_in_do = reinterpret(bufs[3], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout)
+    dq_in_q = reinterpret(bufs[0], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout)
+    dq_bufs = (dq_in_do, dq_in_q)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
     work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, p_bufs, ds_buf, dq_bufs, bars, notes,
@@ -65,8 +66,9 @@ def backward(
 
 @gluon.jit
 def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.constexpr):
-    """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats: four for 64 rows. Warpgroup w has 2 w, staged in Q, and 2 w + 1, in dO."""
+    """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats: four for 64 rows. Warpgroup w has 2 w, staged in dO, and 2 w + 1, in Q."""
     tile_notes, step_notes = notes
+    dq_in_do, dq_in_q = dq_bufs
     kv_full, _, _ = bars
     STAGES: gl.constexpr = C.value.stages
     mbarrier.wait(kv_full.index(0), 0)
@@ -74,12 +76,15 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
     count = read_note(tile_notes, 2, ONE_WARP)
     for i in range(count):
         s = i % STAGES
-        bar_sync(DQ_STAGED + s, 288)
+        bar_sync(LEFT_STAGED + s, 288)
         i_h = read_note(step_notes, i % RING * 2, ONE_WARP)
         m0 = read_note(step_notes, i % RING * 2 + 1, ONE_WARP) // 2
         part = ((i_b * n_heads + i_h) * n_padded + m0) // 64 * 4
-        for j in gl.static_range(4):
-            tma_reduce_add(dq_desc, [(part + j) * 128, 0], dq_bufs[j % 2].index(2 * s + j // 2))
+        tma_reduce_add(dq_desc, [part * 128, 0], dq_in_do.index(2 * s))
+        tma_reduce_add(dq_desc, [(part + 2) * 128, 0], dq_in_do.index(2 * s + 1))
+        bar_sync(RIGHT_STAGED + s, 288)
+        tma_reduce_add(dq_desc, [(part + 1) * 128, 0], dq_in_q.index(2 * s))
+        tma_reduce_add(dq_desc, [(part + 3) * 128, 0], dq_in_q.index(2 * s + 1))
         tma.store_wait(0)
         bar_arrive(STAGE_FREE + s, C.value.returning + 32)
 
@@ -89,6 +94,7 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
     (dk_desc, dv_desc, p_unsound, p_seed, bufs, p_bufs, ds_buf, dq_bufs, bars, notes,
      n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
     q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
+    dq_in_do, dq_in_q = dq_bufs
     kv_full, q_full, do_full = bars
     tile_notes, step_notes = notes
     M: gl.constexpr = C.value.block_m
@@ -162,21 +168,25 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             ds_buf.slice(WG * KEYS, KEYS, dim=0).store(b_ds16.permute((1, 0)))  # the last dQ of both has read it: they have met since
             fence_async_shared()
             bar_sync(TOGETHER, 256)  # both halves of dS are there, and nobody computes S or dP of this step any more
-            dk_token = warpgroup_mma(ds_buf, q.slice(WG * HALF, HALF, dim=1), b_dk, is_async=True)
             dq_token = warpgroup_mma(ds_buf.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+            dk_token = warpgroup_mma(ds_buf, q.slice(WG * HALF, HALF, dim=1), b_dk, is_async=True)
 
-            # S of the next tile, under the staging of dQ
+            # S of the next tile, then dQ is staged: half of it under dK, half of it under S
             after = (i + 1) % STAGES
             k_again = reinterpret(k_buf, dtype, [1, N, D], all_k.layout).index(zero).slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
             mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
             i_h, note = read_step(step_notes, i + 1)
             s_token = warpgroup_mma(q_bufs.index(after).reshape([M, D]), k_again, no_s, use_acc=False, is_async=True)
-            b_dv, b_dk, b_dq = warpgroup_mma_wait(1, deps=[dv_token, dk_token, dq_token])
+            b_dv, b_dq = warpgroup_mma_wait(2, deps=[dv_token, dq_token])
             b_left, b_right = gl.split(b_dq.reshape([M, 2, 64]).permute((0, 2, 1)))
-            dq_bufs[0].index(2 * stage + WG).store(fragment_order(b_left))
-            dq_bufs[1].index(2 * stage + WG).store(fragment_order(b_right))
+            bar_sync(ALONE + WG, 128)  # our other warps have read dO, too
+            dq_in_do.index(2 * stage + WG).store(fragment_order(b_left))
             fence_async_shared()
-            bar_arrive(DQ_STAGED + stage, 288)
+            bar_arrive(LEFT_STAGED + stage, 288)
+            b_dk = warpgroup_mma_wait(1, deps=[dk_token])
+            dq_in_q.index(2 * stage + WG).store(fragment_order(b_right))
+            fence_async_shared()
+            bar_arrive(RIGHT_STAGED + stage, 288)
         warpgroup_mma_wait(0, deps=[s_token])  # the product ahead of the last tile is not used
     bar_sync(TOGETHER, 256)  # the other warpgroup may still read our half for its last S
     unsound = gl.max(unsound_rows(b_dk) | unsound_rows(b_dv), 0)
