@@ -230,11 +230,11 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
 
 
 @gluon.jit
-def fragment_order(b_x):
-    """A [64, 64] accumulator as [128, 32] in the order (warp, 8-column group, lane, register): a thread's four neighbours side by side,
-    so that it is staged by 16-byte stores without bank conflicts. around.finish undoes it."""
-    b_x = b_x.reshape([4, 2, 8, 8, 4, 2])  # row = (warp, half, lane / 4), column = (group, lane % 4, pair)
-    return b_x.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
+def fragment_order(b_x, PARTS: gl.constexpr):
+    """A [64, PARTS * 64] accumulator as [PARTS * 128, 32] in the order (part, warp, 8-column group, lane, register): a thread's four
+    neighbours side by side, so that it is staged by 16-byte stores without bank conflicts. around.finish undoes it."""
+    b_x = b_x.reshape([4, 2, 8, PARTS, 8, 4, 2])  # row = (warp, half, lane / 4), column = (part, group, lane % 4, pair)
+    return b_x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([PARTS * 128, 32])
 
 
 # -- computing -------------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             else:
                 b_dq = warpgroup_mma_wait(0, deps=[dq_token])
             bar_sync(DQ_SENT + WG, 160)
-            dq_buf.store(fragment_order(b_dq))
+            dq_buf.store(fragment_order(b_dq, 1))
             fence_async_shared()
             bar_arrive(DQ_STAGED + WG, 160)
         if C.value.ahead:

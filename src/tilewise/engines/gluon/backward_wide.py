@@ -1,11 +1,11 @@
 """Attention backward for Hopper (sm_90) in Gluon, head dims 129 to 256; the formulas are in backward.py.
 
 One program owns 64 keys of one key head: the sums dK and dV of 64 x 256 fill half of the registers. Its roles:
-  two consumer warpgroups   S = Q K^T and dP = dO V^T for 64 queries and 32 keys each; P and dS meet in shared memory, and there
-                            each warpgroup takes half of the head dim: dV += P^T dO, dK += dS^T Q, dQ = dS K, 64 x 128 each
+  two consumer warpgroups   S = Q K^T and dP = dO V^T for 64 queries and 32 keys each; P and dS meet in shared memory, and from there
+                            the first computes dV += P^T dO, the second dK += dS^T Q, and each half of the columns of dQ = dS K
   one store warp            adds dQ to memory (TMA reduction), and hands the stage of queries back
   one load warp             that of backward.py
-No shared memory is left to stage dQ in. It goes where the step's own Q and dO were: 64 x 128 of them in 16 bits are 64 x 64 of dQ in 32.
+No shared memory is left to stage dQ in. It goes where the step's dO (read last by the first warpgroup's dV) and Q (by the second's dK) were.
 """
 
 from triton.experimental import gluon
@@ -26,10 +26,9 @@ from tilewise.engines.gluon.pieces import (
 from tilewise.engines.triton.steps import kept, unit
 
 KEYS = gl.constexpr(32)  # keys of a warpgroup in S and dP
-HALF = gl.constexpr(128)  # head dims of a warpgroup in dK, dV and dQ
-LEFT_STAGED = gl.constexpr(10)  # named barriers, + stage: 256 consumer threads arrive, the store warp syncs
-RIGHT_STAGED = gl.constexpr(12)  # + stage: the same
-TOGETHER = gl.constexpr(14)  # the 256 consumer threads sync
+DQ_STAGED = gl.constexpr(10)  # named barriers, + 2 * warpgroup + stage: its 128 threads arrive, the store warp syncs
+P_THERE = gl.constexpr(14)  # the second warpgroup arrives, the first syncs
+TOGETHER = gl.constexpr(15)  # the 256 consumer threads sync
 ALONE = gl.constexpr(5)  # + warpgroup: its 128 threads sync
 
 
@@ -46,19 +45,20 @@ def backward(
     bufs, bars, notes = received(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, C)
     dtype: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], dtype)
-    p_bufs = gl.allocate_shared_memory(dtype, [2, N, M], TILE)  # two: a warpgroup writes the next P while the other's dV may still read this one
-    ds_buf = gl.allocate_shared_memory(dtype, [N, M], TILE)
-    # Where dQ is staged: a stage of dO, and one of Q, is a part of 64 x 64 floats for each warpgroup, in place of the columns that it reads last.
-    dq_in_do = reinterpret(bufs[3], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout)
-    dq_in_q = reinterpret(bufs[0], gl.float32, [2 * C.value.stages, 128, 32], dq_desc.layout)
+    # Two each: the second warpgroup may be a step ahead of the first's dV and dQ, until both meet again.
+    p_bufs = gl.allocate_shared_memory(dtype, [2, N, M], TILE)
+    ds_bufs = gl.allocate_shared_memory(dtype, [2, N, M], TILE)
+    # Where dQ is staged: 64 x 256 of dO, or of Q, in 16 bits are as large as 64 x 128 of dQ in 32.
+    dq_in_do = reinterpret(bufs[3], gl.float32, [C.value.stages, 256, 32], dq_desc.layout)
+    dq_in_q = reinterpret(bufs[0], gl.float32, [C.value.stages, 256, 32], dq_desc.layout)
     dq_bufs = (dq_in_do, dq_in_q)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
-    work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, p_bufs, ds_buf, dq_bufs, bars, notes,
+    work = (p_unsound, p_seed, bufs, p_bufs, ds_bufs, dq_bufs, bars, notes,
             n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score)  # fmt: skip
     gl.warp_specialize([
-        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 0, C)),
-        (consumer, (work, MASK, SCORE, SLOPE, DROPOUT, 1, C)),
+        (consumer, (dv_desc, work, MASK, SCORE, SLOPE, DROPOUT, 0, C)),
+        (consumer, (dk_desc, work, MASK, SCORE, SLOPE, DROPOUT, 1, C)),
         (store_dq, (dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C)),
         (loader, (load, MAPPED, C)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
@@ -66,9 +66,8 @@ def backward(
 
 @gluon.jit
 def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.constexpr):
-    """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats: four for 64 rows. Warpgroup w has 2 w, staged in dO, and 2 w + 1, in Q."""
+    """dQ's sums lie in memory as parts of 64 x 64, each 128 x 32 floats, four for 64 rows: two of the first warpgroup, two of the second."""
     tile_notes, step_notes = notes
-    dq_in_do, dq_in_q = dq_bufs
     kv_full, _, _ = bars
     STAGES: gl.constexpr = C.value.stages
     mbarrier.wait(kv_full.index(0), 0)
@@ -76,45 +75,43 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
     count = read_note(tile_notes, 2, ONE_WARP)
     for i in range(count):
         s = i % STAGES
-        bar_sync(LEFT_STAGED + s, 288)
+        bar_sync(DQ_STAGED + s, 160)
         i_h = read_note(step_notes, i % RING * 2, ONE_WARP)
         m0 = read_note(step_notes, i % RING * 2 + 1, ONE_WARP) // 2
         part = ((i_b * n_heads + i_h) * n_padded + m0) // 64 * 4
-        tma_reduce_add(dq_desc, [part * 128, 0], dq_in_do.index(2 * s))
-        tma_reduce_add(dq_desc, [(part + 2) * 128, 0], dq_in_do.index(2 * s + 1))
-        bar_sync(RIGHT_STAGED + s, 288)
-        tma_reduce_add(dq_desc, [(part + 1) * 128, 0], dq_in_q.index(2 * s))
-        tma_reduce_add(dq_desc, [(part + 3) * 128, 0], dq_in_q.index(2 * s + 1))
+        tma_reduce_add(dq_desc, [part * 128, 0], dq_bufs[0].index(s))
+        bar_sync(DQ_STAGED + 2 + s, 160)
+        tma_reduce_add(dq_desc, [(part + 2) * 128, 0], dq_bufs[1].index(s))
         tma.store_wait(0)
         bar_arrive(STAGE_FREE + s, C.value.returning + 32)
 
 
 @gluon.jit
-def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    (dk_desc, dv_desc, p_unsound, p_seed, bufs, p_bufs, ds_buf, dq_bufs, bars, notes,
+def consumer(sum_desc, args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    (p_unsound, p_seed, bufs, p_bufs, ds_bufs, dq_bufs, bars, notes,
      n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, mask, score) = args  # fmt: skip
     q_bufs, k_buf, v_buf, do_bufs, lse_bufs, delta_bufs = bufs
-    dq_in_do, dq_in_q = dq_bufs
+    dq_buf = dq_bufs[WG]
     kv_full, q_full, do_full = bars
     tile_notes, step_notes = notes
     M: gl.constexpr = C.value.block_m
     N: gl.constexpr = C.value.block_n
     D: gl.constexpr = C.value.d
     STAGES: gl.constexpr = C.value.stages
+    HALF: gl.constexpr = C.value.dq_columns
     dtype: gl.constexpr = q_bufs.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    D_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    D_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    Q_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
     all_k = k_buf.reshape([N, D])
     all_v = v_buf.reshape([N, D])
     k = all_k.slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
     v = all_v.slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
     k_half = all_k.slice(WG * HALF, HALF, dim=1)
-    v_half = all_v.slice(WG * HALF, HALF, dim=1)
     no_s = gl.zeros([M, KEYS], gl.float32, S_L)
-    no_dq = gl.zeros([M, HALF], gl.float32, D_L)
-    b_dk = gl.zeros([N, HALF], gl.float32, D_L)
-    b_dv = gl.zeros([N, HALF], gl.float32, D_L)
+    no_dq = gl.zeros([M, HALF], gl.float32, Q_L)
+    b_sum = gl.zeros([N, D], gl.float32, D_L)  # dV, or dK
     c = unit(scale, SCORE)
 
     mbarrier.wait(kv_full.index(0), 0)
@@ -135,6 +132,7 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
             q = q_bufs.index(stage).reshape([M, D])
             do = do_bufs.index(stage).reshape([M, D])
             p_buf = p_bufs.index(i % 2)
+            ds_buf = ds_bufs.index(i % 2)
 
             # S and P. dP is under way meanwhile. S is waited for in full, before dP: see backward.py.
             b_raw = warpgroup_mma_wait(0, deps=[s_token])
@@ -151,8 +149,11 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
                 b_pd = gl.where(keep, b_p * keep_scale, 0.0)
             p_buf.slice(WG * KEYS, KEYS, dim=0).store(b_pd.to(dtype).permute((1, 0)))
             fence_async_shared()
-            bar_sync(TOGETHER, 256)  # both halves of P are there
-            dv_token = warpgroup_mma(p_buf, do.slice(WG * HALF, HALF, dim=1), b_dv, is_async=True)
+            if WG == 0:
+                bar_sync(P_THERE, 256)
+                sum_token = warpgroup_mma(p_buf, do, b_sum, is_async=True)
+            else:
+                bar_arrive(P_THERE, 256)
             b_slope = b_p
             if SLOPE is not None:  # early, so that the raw scores' registers are free again
                 i_q, i_k = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
@@ -160,41 +161,38 @@ def consumer(args, MASK: gl.constexpr, SCORE: gl.constexpr, SLOPE: gl.constexpr,
                 b_slope = gl.where(b_s != float("-inf"), b_slope, 0.0)  # where the mask forbids, a score may well have no derivative
 
             # dS, under dV
-            b_dp = warpgroup_mma_wait(1, deps=[dp_token])
+            b_dp = warpgroup_mma_wait(1 if WG == 0 else 0, deps=[dp_token])
             if DROPOUT:
                 b_dp = gl.where(keep, b_dp * keep_scale, 0.0)
             b_delta = delta_bufs.index(stage).load(ROW)
             b_ds16 = (b_slope * (b_dp - gl.expand_dims(b_delta, 1))).to(dtype)
-            ds_buf.slice(WG * KEYS, KEYS, dim=0).store(b_ds16.permute((1, 0)))  # the last dQ of both has read it: they have met since
+            ds_buf.slice(WG * KEYS, KEYS, dim=0).store(b_ds16.permute((1, 0)))
             fence_async_shared()
             bar_sync(TOGETHER, 256)  # both halves of dS are there, and nobody computes S or dP of this step any more
+            if WG == 1:
+                sum_token = warpgroup_mma(ds_buf, q, b_sum, is_async=True)
             dq_token = warpgroup_mma(ds_buf.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
-            dk_token = warpgroup_mma(ds_buf, q.slice(WG * HALF, HALF, dim=1), b_dk, is_async=True)
 
-            # S of the next tile, then dQ is staged: half of it under dK, half of it under S
+            # S of the next tile, under the staging of dQ
             after = (i + 1) % STAGES
             k_again = reinterpret(k_buf, dtype, [1, N, D], all_k.layout).index(zero).slice(WG * KEYS, KEYS, dim=0).permute((1, 0))
             mbarrier.wait(q_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < count)
             i_h, note = read_step(step_notes, i + 1)
             s_token = warpgroup_mma(q_bufs.index(after).reshape([M, D]), k_again, no_s, use_acc=False, is_async=True)
-            b_dv, b_dq = warpgroup_mma_wait(2, deps=[dv_token, dq_token])
-            b_left, b_right = gl.split(b_dq.reshape([M, 2, 64]).permute((0, 2, 1)))
-            bar_sync(ALONE + WG, 128)  # our other warps have read dO, too
-            dq_in_do.index(2 * stage + WG).store(fragment_order(b_left))
+            b_sum, b_dq = warpgroup_mma_wait(1, deps=[sum_token, dq_token])
+            bar_sync(ALONE + WG, 128)  # our other warps have read dO, or Q, too
+            dq_buf.index(stage).store(fragment_order(b_dq, HALF // 64))
             fence_async_shared()
-            bar_arrive(LEFT_STAGED + stage, 288)
-            b_dk = warpgroup_mma_wait(1, deps=[dk_token])
-            dq_in_q.index(2 * stage + WG).store(fragment_order(b_right))
-            fence_async_shared()
-            bar_arrive(RIGHT_STAGED + stage, 288)
+            bar_arrive(DQ_STAGED + 2 * WG + stage, 160)
         warpgroup_mma_wait(0, deps=[s_token])  # the product ahead of the last tile is not used
-    bar_sync(TOGETHER, 256)  # the other warpgroup may still read our half for its last S
-    unsound = gl.max(unsound_rows(b_dk) | unsound_rows(b_dv), 0)
+    bar_sync(TOGETHER, 256)  # the other warpgroup may still read our K or V for its last products
+    unsound = gl.max(unsound_rows(b_sum), 0)
     gl.store(p_unsound + (i_bh * n_tiles + i_kv) * 2 + WG, unsound)
-    k_half.store((b_dk * scale).to(dtype))
-    v_half.store(b_dv.to(dtype))
+    out = v_buf
+    if WG == 1:
+        out = k_buf
+        b_sum *= scale
+    out.reshape([N, D]).store(b_sum.to(dtype))
     fence_async_shared()
-    i_hk = i_bh % (n_heads // ratio)
-    tma_store(dk_desc, [i_b, i_hk, n0, WG * HALF], k_buf.slice(WG * HALF, HALF, dim=3))
-    tma_store(dv_desc, [i_b, i_hk, n0, WG * HALF], v_buf.slice(WG * HALF, HALF, dim=3))
+    tma_store(sum_desc, [i_b, i_bh % (n_heads // ratio), n0, 0], out)
     tma.store_wait(0)

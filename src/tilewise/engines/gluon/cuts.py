@@ -28,12 +28,12 @@ class BackwardCut:
 
     @property
     def wide(self) -> bool:
-        """Warpgroups share the keys of a program and halve the head dim, instead of the other way round."""
+        """A warpgroup has dV or dK of all keys of a program, instead of both of half of them."""
         return self.d > 128
 
     @property
     def block_m(self) -> int:
-        """Queries of a step. Up to D = 128, a warpgroup computes 64 x 64 of dQ: half of its rows, or half of its columns."""
+        """Queries of a step. A warpgroup computes half of dQ's rows (D = 64), or half of its columns."""
         return 128 if self.d == 64 else 64
 
     @property
@@ -42,9 +42,9 @@ class BackwardCut:
         return 64 if self.wide else 128
 
     @property
-    def own(self) -> tuple[int, int]:
-        """What a warpgroup has of dK and dV: keys and head dims."""
-        return 64, min(self.d, 128)
+    def dq_columns(self) -> int:
+        """Of dQ that a warpgroup computes: 64 of its rows at a time."""
+        return 128 if self.wide else 64
 
     @property
     def returning(self) -> int:

@@ -119,12 +119,12 @@ def prepare_own(output: Output, grad_out: Tensor, dlse: Tensor | None, work: Wor
 def backward_own(p: Problem, grad_out: Tensor, work: Workspace) -> dict[str, Any]:
     cut = backward_cut(p)
     m, n = backward_tile(cut)
-    queries, keys, own = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, *cut.own)
+    queries, keys, own = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, 64, cut.d)
     return {
         "q_desc": Described(p.query, queries), "k_desc": Described(p.key, keys), "v_desc": Described(p.value, keys),
         "do_desc": Described(grad_out, queries), "dk_desc": Described(work.dk, own), "dv_desc": Described(work.dv, own),
-        "dq_desc": Described(work.sums, (128, 32)), "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)),
-        "p_unsound": work.unsound, "p_seed": seed_of(p),
+        "dq_desc": Described(work.sums, (2 * cut.dq_columns, 32)),
+        "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)), "p_unsound": work.unsound, "p_seed": seed_of(p),
     }  # fmt: skip
 
 
