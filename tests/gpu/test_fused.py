@@ -216,6 +216,32 @@ def test_hopper_hears_nothing_of_masked_keys(dim: int, value: float) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("dims", [(128, 128), (136, 136), (192, 128), (64, 256), (256, 256)], ids=str)
+@pytest.mark.parametrize("lengths", [(64, 64), (65, 1), (500, 333), (1100, 1100)], ids=str)  # one step and many, one key tile and many
+@pytest.mark.parametrize("what", ["full", "causal", "softcap", "nothing for some keys"])
+def test_hopper_gradients_are_those_of_float64(what: str, lengths: tuple[int, int], dims: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    (n_q, n_kv), (dim, v_dim) = lengths, dims
+    options: dict[str, Any] = {
+        "full": {},
+        "causal": {"mask": masks.causal},
+        "softcap": {"mask": masks.causal, "score": scores.softcap(5.0)},
+        "nothing for some keys": {"mask": lambda b, h, q, kv: kv < 64},
+    }[what]
+    query, key, value = (torch.randn(2, h, n, d, device="cuda") for h, n, d in ((4, n_q, dim), (2, n_kv, dim), (2, n_kv, v_dim)))
+    grad = torch.randn(2, 4, n_q, v_dim, device="cuda")
+
+    def gradients(engine: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in (query, key, value)]
+        out = tw.attention(*inputs, enable_gqa=True, backend=engine, **options)
+        return torch.autograd.grad(out, inputs, grad.bfloat16().to(dtype))
+
+    for name, found, wanted in zip(("dq", "dk", "dv"), gradients("gluon", torch.bfloat16), gradients("reference", torch.float64), strict=True):
+        error = (found.double() - wanted).norm() / wanted.norm().clamp(min=1e-3 * wanted.numel() ** 0.5)
+        assert error < 1e-2, f"{name}: {error:.1e}"
+
+
+@hopper
 @pytest.mark.parametrize("scale", [1.0, 133120.0])
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
 def test_hopper_survives_huge_logits(mask: Any, scale: float) -> None:

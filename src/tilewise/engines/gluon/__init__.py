@@ -20,7 +20,6 @@ HOPPER = (9, 0)
 ARCHITECTURE = 90
 OLDEST_TRITON = (3, 6)
 LARGEST_HEAD_DIM = 256
-LARGEST_IN_BACKWARD = 128
 
 
 class GluonEngine(KernelEngine):
@@ -57,8 +56,6 @@ def refuse_problem(p: Problem) -> str | None:
 
 def refuse_backward(p: Problem, learns: bool) -> str | None:
     """Why a backward is left to the Triton engine's kernels. `learns`: gradients of captured tensors are asked for."""
-    if max(p.head_dim, p.v_dim) > LARGEST_IN_BACKWARD:
-        return f"head dims above {LARGEST_IN_BACKWARD}"
     if p.deterministic:
         return "dQ is added up in any order here, and it must be the same every time"
     if learns:

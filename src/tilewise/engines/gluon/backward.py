@@ -25,6 +25,7 @@ from tilewise.engines.gluon.pieces import (
     load_stencil,
     new_notes,
     read_note,
+    runs_of,
     scored,
     stencilled,
     tma_load,
@@ -36,7 +37,7 @@ from tilewise.engines.gluon.pieces import (
 from tilewise.engines.triton.steps import kept, unit
 
 KEYS = gl.constexpr(64)  # keys of a warpgroup
-STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: 256 consumer threads arrive, the load warp syncs
+STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: who is done with it last arrives (the 256 consumer threads), the load warp syncs
 DQ_STAGED = gl.constexpr(10)  # + warpgroup: 128 threads arrive, the store warp syncs
 DQ_SENT = gl.constexpr(12)  # + warpgroup: the store warp arrives, 128 threads sync
 LOOP_DONE = gl.constexpr(14)  # the 256 consumer threads sync
@@ -61,30 +62,10 @@ def backward(
 ):  # fmt: skip
     """n_bh: batches times key heads; n_padded: rows of lse, delta and dQ's sums that a head has."""
     M: gl.constexpr = C.value.block_m
-    D: gl.constexpr = C.value.d
-    STAGES: gl.constexpr = C.value.stages
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    bufs, bars, notes = received(q_desc, k_desc, do_desc, lse_desc, delta_desc, C)
     dtype: gl.constexpr = q_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], do_desc.layout)
-    kv_bufs = gl.allocate_shared_memory(dtype, [2, 1, 1, 2 * KEYS, D], k_desc.layout)
     ds_bufs = gl.allocate_shared_memory(dtype, [2, 2 * KEYS, M], gl.NVMMASharedLayout.get_default_for([2 * KEYS, M], dtype))
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
-    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
-    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for j in gl.static_range(2):
-        mbarrier.init(kv_full.index(j), count=1)
-    for j in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(j), count=1)
-        mbarrier.init(do_full.index(j), count=1)
-    tile_notes = new_notes(3)  # key head, key tile, steps
-    step_notes = new_notes(STEP_NOTES * RING)  # head; first query, and whether the step is masked; its stencil, or -1
-    bufs = (q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs)
-    bars = (kv_full, q_full, do_full)
-    notes = (tile_notes, step_notes)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
     work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
@@ -101,10 +82,37 @@ def backward(
 
 
 @gluon.jit
+def received(q_desc, k_desc, do_desc, lse_desc, delta_desc, C: gl.constexpr):
+    """Shared memory for what the load warp brings, the barriers that complete when it is there, and the load warp's notes."""
+    M: gl.constexpr = C.value.block_m
+    D: gl.constexpr = C.value.d
+    STAGES: gl.constexpr = C.value.stages
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], do_desc.layout)
+    kv_bufs = gl.allocate_shared_memory(dtype, [2, 1, 1, C.value.block_n, D], k_desc.layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for j in gl.static_range(2):
+        mbarrier.init(kv_full.index(j), count=1)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(j), count=1)
+        mbarrier.init(do_full.index(j), count=1)
+    tile_notes = new_notes(3)  # key head, key tile, steps
+    step_notes = new_notes(STEP_NOTES * RING)  # head; first query, and whether the step is masked; its stencil, or -1
+    return (q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs), (kv_full, q_full, do_full), (tile_notes, step_notes)
+
+
+@gluon.jit
 def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
     (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
      n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded) = args  # fmt: skip
     M: gl.constexpr = C.value.block_m
+    N: gl.constexpr = C.value.block_n
     STAGES: gl.constexpr = C.value.stages
     tile_notes, _ = notes
     kv_full, _, _ = bars
@@ -120,49 +128,49 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
     i_b = i_bh // n_kv_heads
     i_hk = i_bh % n_kv_heads
     row = i_b * s_tiles[0] + i_hk * ratio * s_tiles[1]
-    q_tiles = gl.cdiv(n_q, M)
-    count = q_tiles * ratio
     if MAPPED:
         i_kv = uniform(gl.load(tiles[0] + row + i_kv))
         row += i_kv
+    # K is under way while memory answers what to do with it: its barrier awaits the arrival below too.
+    tma_load(k_desc, [i_b, i_hk, i_kv * N, 0], kv_full.index(0), kv_bufs.index(0))
+    q_tiles = gl.cdiv(n_q, M)
+    count = q_tiles * ratio
+    stencil, full_run, masked_run, end = row, row, row, row
+    if MAPPED:
+        stencil, full_run, masked_run, end = runs_of(tiles, row)
         count = 0
         for g in range(ratio):
             count += uniform(gl.load(tiles[1] + row + g * s_tiles[1]))
     write_note(tile_notes, 0, i_bh)
     write_note(tile_notes, 1, i_kv)
     write_note(tile_notes, 2, count)
-    if count > 0:
-        mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-        tma_load(k_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(0), kv_bufs.index(0))
-    else:
-        mbarrier.arrive(kv_full.index(0), count=1)
+    mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
     queries = (q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded)
-    cut = (i_kv * 2 * KEYS + 2 * KEYS > n_kv).to(gl.int32)
+    cut = ((i_kv + 1) * N > n_kv).to(gl.int32)
     it = 0
     for g in range(ratio):
         i_h = i_hk * ratio + g
         if MAPPED:
-            at = row + g * s_tiles[1]
-            stencil = uniform(gl.load(tiles[6] + at))
-            for run in range(uniform(gl.load(tiles[3] + 3 * at + 1)), uniform(gl.load(tiles[3] + 3 * at + 3))):  # masked
+            for run in range(masked_run, end):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
                     send_queries(queries, it, i_h, i_q, 1, stencil, C)
                     it += 1
                     stencil += 1
-            for run in range(uniform(gl.load(tiles[3] + 3 * at)), uniform(gl.load(tiles[3] + 3 * at + 1))):
+            for run in range(full_run, masked_run):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
                     send_queries(queries, it, i_h, i_q, cut, -1, C)
                     it += 1
+            stencil, full_run, masked_run, end = runs_of(tiles, row + gl.minimum(g + 1, ratio - 1) * s_tiles[1])
         else:
             for i in range(q_tiles):  # programs start at different tiles, so that they do not all add to the same rows of dQ
-                i_q = i_kv * 2 * KEYS // M + i
+                i_q = i_kv * N // M + i
                 i_q = i_q % q_tiles
                 send_queries(queries, it, i_h, i_q, cut, -1, C)
                 it += 1
     for i in range(gl.maximum(it - STAGES, 0), it):
-        bar_sync(STAGE_FREE + i % STAGES, 288)  # take the last arrivals: nothing may be left pending
+        bar_sync(STAGE_FREE + i % STAGES, C.value.returning + 32)  # take the last arrivals: nothing may be left pending
 
 
 @gluon.jit
@@ -172,12 +180,13 @@ def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     kv_full, q_full, do_full = bars
     M: gl.constexpr = C.value.block_m
+    N: gl.constexpr = C.value.block_n
     STAGES: gl.constexpr = C.value.stages
     s = it % STAGES
     m0 = i_q * M
     row = (i_b * n_heads + i_h) * n_padded + m0
     if it >= STAGES:
-        bar_sync(STAGE_FREE + s, 288)
+        bar_sync(STAGE_FREE + s, C.value.returning + 32)
     write_note(notes[1], it % RING * STEP_NOTES, i_h)
     write_note(notes[1], it % RING * STEP_NOTES + 1, 2 * m0 + masked)
     write_note(notes[1], it % RING * STEP_NOTES + 2, stencil)
@@ -186,7 +195,7 @@ def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
     tma_load(lse_desc, [row], q_full.index(s), lse_bufs.index(s))
     if it == 0:
         mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-        tma_load(v_desc, [i_b, i_hk, i_kv * 2 * KEYS, 0], kv_full.index(1), kv_bufs.index(1))
+        tma_load(v_desc, [i_b, i_hk, i_kv * N, 0], kv_full.index(1), kv_bufs.index(1))
     mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes + M * 4)
     tma_load(do_desc, [i_b, i_h, m0, 0], do_full.index(s), do_bufs.index(s))
     tma_load(delta_desc, [row], do_full.index(s), delta_bufs.index(s))
@@ -224,11 +233,11 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
 
 
 @gluon.jit
-def fragment_order(b_x):
-    """A [64, 64] accumulator as [128, 32] in the order (warp, 8-column group, lane, register): a thread's four neighbours side by side,
-    so that it is staged by 16-byte stores without bank conflicts. around.finish undoes it."""
-    b_x = b_x.reshape([4, 2, 8, 8, 4, 2])  # row = (warp, half, lane / 4), column = (group, lane % 4, pair)
-    return b_x.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
+def fragment_order(b_x, PARTS: gl.constexpr):
+    """A [64, PARTS * 64] accumulator as [PARTS * 128, 32] in the order (part, warp, 8-column group, lane, register): a thread's four
+    neighbours side by side, so that it is staged by 16-byte stores without bank conflicts. around.finish undoes it."""
+    b_x = b_x.reshape([4, 2, 8, PARTS, 8, 4, 2])  # row = (warp, half, lane / 4), column = (part, group, lane % 4, pair)
+    return b_x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([PARTS * 128, 32])
 
 
 # -- computing -------------------------------------------------------------------------------------------------------
@@ -345,7 +354,7 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
             b_words = load_stencil(p_stencils, stencil * 2 * KEYS + WG * KEYS, wanted, n_kv - n0, no_s, MAPPED)
             b_dq = warpgroup_mma_wait(1, deps=[dq_token])
             bar_sync(DQ_SENT + WG, 160)
-            dq_buf.store(fragment_order(b_dq))
+            dq_buf.store(fragment_order(b_dq, 1))
             fence_async_shared()
             bar_arrive(DQ_STAGED + WG, 160)
         warpgroup_mma_wait(0, deps=[s_token])  # the product ahead of the last tile is not used

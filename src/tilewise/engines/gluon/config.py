@@ -6,7 +6,6 @@ from tilewise.engines.gluon.cuts import BackwardCut, ForwardCut
 from tilewise.problem import Problem
 
 ROWS = 64  # query rows of a warpgroup
-KEYS = 128  # keys of a program of the backward
 
 
 def padded(size: int) -> int:
@@ -42,4 +41,4 @@ def _backward_cut(d: int) -> BackwardCut:
 
 
 def backward_tile(cut: BackwardCut) -> tuple[int, int]:
-    return cut.block_m, KEYS
+    return cut.block_m, cut.block_n

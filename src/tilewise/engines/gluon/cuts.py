@@ -22,10 +22,30 @@ class ForwardCut:
 
 @dataclass(frozen=True)
 class BackwardCut:
-    d: int  # head dim in shared memory, of keys and values alike: 64 or 128
+    d: int  # head dim in shared memory, of keys and values alike: 64, 128 or 256
     stages: int  # query tiles in flight
 
     @property
+    def wide(self) -> bool:
+        """A warpgroup has dV or dK of all keys of a program, instead of both of half of them."""
+        return self.d > 128
+
+    @property
     def block_m(self) -> int:
-        """Queries of a step. A warpgroup computes 64 x 64 of dQ: half of its rows, or half of its columns."""
+        """Queries of a step. A warpgroup computes half of dQ's rows (D = 64), or half of its columns."""
         return 128 if self.d == 64 else 64
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a program."""
+        return 64 if self.wide else 128
+
+    @property
+    def dq_columns(self) -> int:
+        """Of dQ that a warpgroup computes: 64 of its rows at a time."""
+        return 128 if self.wide else 64
+
+    @property
+    def returning(self) -> int:
+        """Threads that hand a stage of queries back: the store warp's if dQ leaves through it, otherwise the consumers'."""
+        return 32 if self.wide else 256

@@ -29,6 +29,7 @@ from tilewise.engines.gluon.pieces import (
     new_notes,
     next_item,
     read_note,
+    runs_of,
     scored,
     stencilled,
     tma_load,
@@ -111,7 +112,6 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
     (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
      n_heads, ratio, n_kv, n_tiles, n_bh, n_group) = args  # fmt: skip
     NWG: gl.constexpr = C.value.warpgroups
-    BN: gl.constexpr = C.value.block_n
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * NWG
@@ -179,10 +179,7 @@ def draw(source, MAPPED: gl.constexpr, C: gl.constexpr):
         row += i_tile
         steps = uniform(gl.load(tiles[1] + row))
         masked = uniform(gl.load(tiles[2] + row))
-        stencil = uniform(gl.load(tiles[6] + row))
-        full_run = uniform(gl.load(tiles[3] + 3 * row))
-        masked_run = uniform(gl.load(tiles[3] + 3 * row + 1))
-        end = uniform(gl.load(tiles[3] + 3 * row + 3))
+        stencil, full_run, masked_run, end = runs_of(tiles, row)
     return item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end
 
 

@@ -48,6 +48,7 @@ class Side(NamedTuple):
     rows: int  # of a tile
     columns: int
     by_keys: bool
+    across: bool  # a stencil's rows are the map's columns
 
     def tiles(self, p: Problem) -> KernelTiles:
         return column_tiles(p, Config(self.columns, self.rows, 4, 1)) if self.by_keys else row_tiles(p, Config(self.rows, self.columns, 4, 1))
@@ -57,11 +58,12 @@ class Side(NamedTuple):
 
 
 def forward_side(p: Problem) -> Side:
-    return Side(*forward_tile(forward_cut(p)), False)
+    return Side(*forward_tile(forward_cut(p)), by_keys=False, across=False)
 
 
 def backward_side(p: Problem) -> Side:
-    return Side(*backward_tile(backward_cut(p))[::-1], True)
+    cut = backward_cut(p)
+    return Side(*backward_tile(cut)[::-1], by_keys=True, across=cut.wide)
 
 
 def too_many_stencils(p: Problem) -> bool:
@@ -97,7 +99,7 @@ def _walk(p: Problem, side: Side, tiles: KernelTiles) -> Walk:
     ends = torch.cumsum(masked, 0)
     total, visited = torch.stack([ends[-1], before[-1]]).tolist()
     first = (ends - masked).int()
-    stencils = torch.empty((max(total, 1), side.rows, 4), dtype=torch.int32, device=p.device)
+    stencils = torch.empty((max(total, 1), side.columns if side.across else side.rows, 4), dtype=torch.int32, device=p.device)
     if total > 0:
         own = {"p_stencils": stencils}
         prepare(stencils_launch(p, side, own, tiles, first), p.device).start(own)
@@ -107,15 +109,16 @@ def _walk(p: Problem, side: Side, tiles: KernelTiles) -> Walk:
 
 
 def stencils_launch(p: Problem, side: Side, own: dict[str, Any], tiles: KernelTiles, first: Tensor) -> Launch:
-    parts = side.rows // PART
+    rows, columns = (side.columns, side.rows) if side.across else (side.rows, side.columns)
+    parts = rows // PART
     return Launch(
         "cut_stencils",
         len(first) * parts,
         own,
         {
             "tiles": tiles.tensors, "first": first, "n_rows": tiles.count, "n_heads": p.heads if tiles.strides[1] > 0 else 1, "n_parts": parts,
-            "m": side.rows, "n_q": p.q_len, "n_kv": p.kv_len, "mask": mod_arguments(p)["mask"],
+            "m": rows, "n_q": p.q_len, "n_kv": p.kv_len, "mask": mod_arguments(p)["mask"],
         },
-        {"MASK": mask_of(p), "BY_KEYS": side.by_keys, "PART": PART, "COLUMNS": side.columns},
+        {"MASK": mask_of(p), "BY_KEYS": side.by_keys, "ACROSS": side.across, "PART": PART, "COLUMNS": columns},
         4, 1,
     )  # fmt: skip

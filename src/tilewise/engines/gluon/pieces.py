@@ -1,6 +1,6 @@
 """What both Hopper kernels are made of: named barriers, notes between warps, and what a mask or score makes of a block.
 
-Triton 3.9 knows only the short names of TMA operations, 3.6 only the long ones.
+Triton 3.9 knows only the short names of TMA operations (and of reinterpret), 3.6 only the long ones.
 """
 
 import triton.language as tl
@@ -12,6 +12,7 @@ from tilewise.engines.triton.config import LOG2E as LOG2E_NUMBER
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(LOG2E_NUMBER)
 LN2 = gl.constexpr(1.0 / LOG2E_NUMBER)
@@ -78,6 +79,16 @@ def next_item(p_counter, n_items):
     """The next piece of work of all programs', for this warp: n_items or more when there is none. Every program asks exactly once in
     vain, and the counter wraps round to 0 with the last of these, ready for the next launch."""
     return gl.inline_asm_elementwise(NEXT, "=&r,l,r", [p_counter, n_items + gl.num_programs(0) - 1], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def runs_of(tiles, row):
+    """Of a row of a map (a Walk's tensors): its first stencil, and where its full runs begin, its masked ones, and the next row's."""
+    stencil = uniform(gl.load(tiles[6] + row))
+    full_run = uniform(gl.load(tiles[3] + 3 * row))
+    masked_run = uniform(gl.load(tiles[3] + 3 * row + 1))
+    end = uniform(gl.load(tiles[3] + 3 * row + 3))
+    return stencil, full_run, masked_run, end
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------

@@ -120,12 +120,12 @@ def prepare_own(output: Output, grad_out: Tensor, dlse: Tensor | None, work: Wor
 def backward_own(p: Problem, grad_out: Tensor, work: Workspace) -> dict[str, Any]:
     cut = backward_cut(p)
     m, n = backward_tile(cut)
-    queries, keys, half = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, n // 2, cut.d)
+    queries, keys, own = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, 64, cut.d)
     return {
         "q_desc": Described(p.query, queries), "k_desc": Described(p.key, keys), "v_desc": Described(p.value, keys),
-        "do_desc": Described(grad_out, queries), "dk_desc": Described(work.dk, half), "dv_desc": Described(work.dv, half),
-        "dq_desc": Described(work.sums, (128, 32)), "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)),
-        "p_unsound": work.unsound, "p_seed": seed_of(p),
+        "do_desc": Described(grad_out, queries), "dk_desc": Described(work.dk, own), "dv_desc": Described(work.dv, own),
+        "dq_desc": Described(work.sums, (2 * cut.dq_columns, 32)),
+        "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)), "p_unsound": work.unsound, "p_seed": seed_of(p),
     }  # fmt: skip
 
 
@@ -193,9 +193,9 @@ def prepare_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
 
 
 def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
-    walked = walk(p, backward_side(p))
+    walked, cut = walk(p, backward_side(p)), backward_cut(p)
     return Launch(
-        "hopper_backward",
+        "hopper_backward_wide" if cut.wide else "hopper_backward",
         p.batch * p.kv_heads * walked.count,
         own,
         {
@@ -204,7 +204,7 @@ def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             "score": mod_arguments(p)["score"],
         },
         {
-            "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": walked.mapped, "DROPOUT": p.dropout_p > 0, "C": backward_cut(p),
+            "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": walked.mapped, "DROPOUT": p.dropout_p > 0, "C": cut,
         },
         4, 1,
     )  # fmt: skip

@@ -12,13 +12,14 @@ import triton.language as tl
 @triton.jit
 def cut_stencils(
     p_stencils, tiles, first, n_rows, n_heads, n_parts, m, n_q, n_kv,  # tiles of m rows, one stencil for each masked tile of the walked map
-    mask, MASK: tl.constexpr, BY_KEYS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    mask, MASK: tl.constexpr, BY_KEYS: tl.constexpr, ACROSS: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program cuts PART rows of all stencils of one row of the map. BY_KEYS: rows are keys and columns queries."""
+    """A program cuts PART rows of all stencils of one row of the map. BY_KEYS: the map's rows are key tiles. ACROSS: a stencil's rows are the
+    map's columns."""
     row, part = tl.program_id(0) // n_parts, tl.program_id(0) % n_parts
     i_bh, i_tile = row // n_rows, row % n_rows
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
-    o_row = i_tile * m + part * PART + tl.arange(0, PART)
+    o_row = part * PART + tl.arange(0, PART)
     o_bit = tl.arange(0, COLUMNS) % (COLUMNS // 4)
     o_column = o_bit // 2 * 8 + tl.arange(0, COLUMNS) // (COLUMNS // 4) * 2 + o_bit % 2
     stencil = tl.load(first + row)
@@ -26,16 +27,20 @@ def cut_stencils(
     for run in range(tl.load(tiles[1] + 3 * row + 1), tl.load(tiles[1] + 3 * row + 3)):
         start = tl.load(tiles[2] + run)
         for i_column in range(start, start + tl.load(tiles[3] + run)):
-            if BY_KEYS:
-                o_q, o_kv = (i_column * COLUMNS + o_column)[None, :], o_row[:, None]
+            if ACROSS:
+                o_here, o_there = (i_tile * COLUMNS + o_column)[None, :], (i_column * m + o_row)[:, None]
             else:
-                o_q, o_kv = o_row[:, None], (i_column * COLUMNS + o_column)[None, :]
+                o_here, o_there = (i_tile * m + o_row)[:, None], (i_column * COLUMNS + o_column)[None, :]
+            if BY_KEYS:
+                o_q, o_kv = o_there, o_here
+            else:
+                o_q, o_kv = o_here, o_there
             allowed = (n_q - 1 - o_q) | (n_kv - 1 - o_kv)  # negative: forbidden
             if MASK is not None:
                 i_q, i_kv = tl.minimum(o_q, n_q - 1), tl.minimum(o_kv, n_kv - 1)
                 allowed |= MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & tl.where(run >= by_mask, -1, 0)
             b_bits = tl.where(allowed >= 0, (1 << o_bit)[None, :], 0)
             b_words = tl.sum(b_bits.reshape(PART, 4, COLUMNS // 4), 2)
-            p_words = p_stencils + (stencil.to(tl.int64) * m + part * PART + tl.arange(0, PART)[:, None]) * 4 + tl.arange(0, 4)[None, :]
+            p_words = p_stencils + (stencil.to(tl.int64) * m + o_row[:, None]) * 4 + tl.arange(0, 4)[None, :]
             tl.store(p_words, b_words)
             stencil += 1
