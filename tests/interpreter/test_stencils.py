@@ -17,16 +17,15 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
-@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize(("columns", "by_keys", "across"), [(64, False, False), (128, False, False), (64, True, False), (128, True, False), (64, True, True)])
 @pytest.mark.parametrize("name", MASKS)
-def test_bits_are_what_the_mask_allows(name: str, columns: int, by_keys: bool) -> None:
+def test_bits_are_what_the_mask_allows(name: str, columns: int, by_keys: bool, across: bool) -> None:
     from tilewise.engines.gluon.maps import Side, stencils_launch
     from tilewise.engines.triton.launch import prepare
 
     query, key = torch.empty(2, 2, 200, 64, dtype=torch.bfloat16), torch.empty(2, 2, 230, 64, dtype=torch.bfloat16)
     p = make_problem(query, key, key, MASKS[name], None, Options())[0]
-    side = Side(64, columns, by_keys)
+    side = Side(64, columns, by_keys, across)
     tiles = side.tiles(p)
     _, offsets, start, count = tiles.tensors
     rows = (len(offsets) - 1) // 3
@@ -47,7 +46,8 @@ def test_bits_are_what_the_mask_allows(name: str, columns: int, by_keys: bool) -
         for run in range(int(offsets[3 * r + 1]), int(offsets[3 * r + 3])):
             for column in range(int(start[run]), int(start[run] + count[run])):
                 wanted = allowed[i_b, i_h, i_tile * 64 : i_tile * 64 + 64, column * columns : (column + 1) * columns]
-                assert torch.equal(unpacked(own["p_stencils"][at], columns), wanted)
+                found = unpacked(own["p_stencils"][at], columns)
+                assert torch.equal(found.T if across else found, wanted)
                 at, seen = at + 1, seen + 1
     assert seen == sum(masked) > 0
     assert not own["p_stencils"][-1].any()  # nothing is written past the end
