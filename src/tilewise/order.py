@@ -33,10 +33,6 @@ class Order(NamedTuple):
     shape: tuple[int, ...]
     strips: tuple[int, ...]
 
-    def patch(self, tile: int) -> str:
-        """The points of the grid that `tile` consecutive tokens are: 8x8."""
-        return "x".join([str(n) for n in (*self.strips, max(1, tile // prod(self.strips)))])
-
     def arranged(self, tensor: Tensor, dim: int) -> Tensor:
         """A copy with the tokens along `dim`, which are in row-major order, in the order of strips; dimensions lie in memory as they did."""
         in_memory = memory_order(tensor)
@@ -114,7 +110,17 @@ def ordering(engine: Engine, problem: Problem) -> Ordering:
         return Ordering(None, f"the grid has {prod(grid.shape)} points, the call {p.q_len} queries and {p.kv_len} keys")
     if p.dropout_p > 0:
         return Ordering(None, "dropout is by place")
-    return best(grid, tile)
+    if torch.compiler.is_compiling() and not _static((*grid.shape, *grid.window)):
+        return Ordering(None, "torch.compile compiles for sizes that vary")
+    strips, counts = best(grid.shape, grid.window, tile)
+    return Ordering(Order(grid.shape, strips) if strips else None, counts)
+
+
+def _static(numbers: tuple[int, ...]) -> bool:
+    """Whether torch.compile takes these numbers for constants."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return hasattr(symbolic_shapes, "has_static_value") and all([symbolic_shapes.has_static_value(n) for n in numbers])
 
 
 def _broadcast(order: Order, tensor: Tensor) -> Tensor:
@@ -139,27 +145,23 @@ def _rewritten(order: Order, program: Program, ints: tuple[int, ...]) -> tuple[P
 # -- which order -------------------------------------------------------------------------------------------------------
 
 
-def best(grid: Grid, tile: tuple[int, int]) -> Ordering:
-    """The order with the fewest tiles, if it saves enough of them."""
-    return _best(grid, tile)
+def best(shape: tuple[int, ...], window: tuple[int, ...], tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+    """The strips that leave the fewest tiles, or none if they save too little; and the counts, in words."""
+    return _best(Grid(tuple(shape), tuple(window)), tile)
 
 
 best._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
 
 
 @lru_cache(maxsize=256)
-def _best(grid: Grid, tile: tuple[int, int]) -> Ordering:
-    as_given = (1,) * (len(grid.shape) - 1)
-    before = tiles_touched(grid, as_given, tile)
-    counts = [tiles_touched(grid, strips, tile) for strips in STRIPS[len(grid.shape)]]
-    after = min(counts)
-    strips = STRIPS[len(grid.shape)][counts.index(after)]
+def _best(grid: Grid, tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+    axes = len(grid.shape)
+    before = tiles_touched(grid, (1,) * (axes - 1), tile)
+    after, strips = min([(tiles_touched(grid, strips, tile), strips) for strips in STRIPS[axes]], key=lambda found: found[0])
+    patch = "x".join([str(n) for n in (*strips, max(1, tile[1] // prod(strips)))])
+    said = f"{after} tiles of {tile[0]} x {tile[1]} in patches of {patch}, {before} row by row"
     saved = (before - after) * tile[0] * tile[1] / prod(grid.shape)
-    order = Order(grid.shape, strips)
-    said = f"{after} tiles of {tile[0]} x {tile[1]} in patches of {order.patch(tile[1])}, {before} row by row"
-    if saved < WORTH:
-        return Ordering(None, f"{said}: too little for the copies it takes")
-    return Ordering(order, said)
+    return (strips, said) if saved >= WORTH else ((), f"{said}: too little for the copies it takes")
 
 
 def tiles_touched(grid: Grid, strips: tuple[int, ...], tile: tuple[int, int]) -> int:
@@ -178,9 +180,10 @@ def _touched_by(grid: Grid, strips: tuple[int, ...], first: int, end: int, tile:
     """The tiles of keys that the queries from `first` up to before `end` see."""
     seen: set[int] = set()
     while first < end:
-        starts, heights, column = _place(grid.shape, strips, first)
-        last = min(end, first + prod(heights) * (grid.shape[-1] - column)) - 1  # still in the same strip
-        patch = [*[(s, s + h - 1) for s, h in zip(starts, heights, strict=True)], (column, _place(grid.shape, strips, last)[2])]
+        starts, heights, within = _place(grid.shape, strips, first)
+        per = prod(heights)  # tokens of a column
+        last = min(end, first - within + per * grid.shape[-1]) - 1  # still in the same strip
+        patch = [*[(s, s + h - 1) for s, h in zip(starts, heights, strict=True)], (within // per, (last - first + within) // per)]
         *across, along = [_seen_along(*span, size, window) for span, size, window in zip(patch, *grid, strict=True)]
         for lines in product(*[_strips_of(*span, strip) for span, strip in zip(across, strips, strict=True)]):  # one strip of keys after the other
             low, high = (_index(grid.shape, strips, (*[line[end] for line in lines], along[end])) for end in (0, 1))
@@ -200,14 +203,14 @@ def _strips_of(first: int, last: int, strip: int) -> list[tuple[int, int]]:
 
 
 def _place(shape: tuple[int, ...], strips: tuple[int, ...], index: int) -> tuple[list[int], list[int], int]:
-    """The strip of a token: where it begins and how much it holds along every axis but the last; and the token's place along that."""
+    """The strip of a token: where it begins and how much it holds along every axis but the last; and the token's number within it."""
     starts: list[int] = []
     heights: list[int] = []
     for axis, strip in enumerate(strips):
         which, index = divmod(index, prod(heights) * strip * prod(shape[axis + 1 :]))
         starts.append(which * strip)
         heights.append(min(strip, shape[axis] - which * strip))
-    return starts, heights, index // prod(heights)
+    return starts, heights, index
 
 
 def _index(shape: tuple[int, ...], strips: tuple[int, ...], point: tuple[int, ...]) -> int:

@@ -41,7 +41,7 @@ def in_patches(call: Call, name: str, shape: tuple[int, ...], strips: tuple[int,
 
     Where the program divides the index by the sizes of the grid, as it does to find rows and columns, they are given to it directly.
     """
-    if name not in call.program.uses:
+    if not any([op == "index" and attr == name for op, _, attr, _ in call.program.instructions]):  # torch.compile follows no cached property
         return call
     tape, ints = Tape(), list(call.ints)
 
