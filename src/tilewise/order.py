@@ -159,7 +159,8 @@ def _best(grid: Grid, tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
     before = tiles_touched(grid, (1,) * (axes - 1), tile)
     after, strips = min([(tiles_touched(grid, strips, tile), strips) for strips in STRIPS[axes]], key=lambda found: found[0])
     patch = "x".join([str(n) for n in (*strips, max(1, tile[1] // prod(strips)))])
-    said = f"{after} tiles of {tile[0]} x {tile[1]} in patches of {patch}, {before} row by row"
+    about = "" if ceil(prod(grid.shape) / tile[0]) <= COUNTED else "about "
+    said = f"{about}{after} tiles of {tile[0]} x {tile[1]} in patches of {patch}, {before} row by row"
     saved = (before - after) * tile[0] * tile[1] / prod(grid.shape)
     return (strips, said) if saved >= WORTH else ((), f"{said}: too little for the copies it takes")
 

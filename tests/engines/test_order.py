@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -351,6 +352,20 @@ def test_a_second_call_makes_nothing_anew(always: list[Order], monkeypatch: pyte
     for _ in range(3):
         assert torch.equal(step(), first)
     assert (len(made), len(always), maps.built) == (1, 2, built)
+
+
+def test_kernels_built_ahead_are_those_of_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines.cpp.libraries import Counts
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    near = masks.neighborhood((64, 64), 13)
+    own = lambda s, b, h, q, kv: s * 0.7531 + q  # noqa: E731  # a program that no other test has
+    tw.build_kernels(masks=[near], scores=[own], head_dims=[64], dtypes=["fp32"], arch="cpu")
+    before = Counts.built
+    x = torch.randn((1, 1, 64 * 64, 64), requires_grad=True)
+    assert tw.explain(x, x, x, mask=near, backend="cpp").order.startswith("by patches")
+    tw.attention(x, x, x, mask=near, score=own, backend="cpp").sum().backward()
+    assert Counts.built == before
 
 
 def test_a_captured_tensor_changed_in_place_counts(always: list[Order]) -> None:
