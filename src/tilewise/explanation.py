@@ -72,7 +72,7 @@ def explain(
     if choice.engine is not None and problem.grid is not None:
         found = ordering(choice.engine, problem)
         order = f"as given; {found.reason}"
-        if found.order is not None:
+        if found.order is not None and problem.mask is not None:
             order = f"by patches; {found.reason}"
             problem = problem.with_tensors(mask=found.order.rewritten(problem.mask))
     tile_map = map_of(problem, TILE)

@@ -47,10 +47,8 @@ class Order(NamedTuple):
         points = _put_back(tensor.permute(in_memory), at, self.shape, self.strips, ())
         return _back(points.flatten(at, at + len(self.shape) - 1), in_memory)
 
-    def rewritten(self, call: Call | None) -> Call | None:
+    def rewritten(self, call: Call) -> Call:
         """The program of tokens in this order."""
-        if call is None:
-            return None
         rewrite = _rewritten.__wrapped__ if torch.compiler.is_compiling() else _rewritten
         program, ints = rewrite(self, call.program, call.ints)
         return Call(program, call.captures, ints, call.floats, call.repeatable)
@@ -64,7 +62,7 @@ class Ordering(NamedTuple):
 
 
 class Arranged(NamedTuple):
-    """What is made of a problem but its tensors, kept for calls that differ only in those."""
+    """What is made of a problem, kept for calls that differ only in their tensors: it holds none."""
 
     order: Order
     mask: Call | None
@@ -79,7 +77,7 @@ def in_best_order(engine: Engine, problem: Problem) -> tuple[Order | None, Probl
     """The problem with its tokens in the order that is best for an engine; None if they stay as they are."""
     if "order" not in problem.memory:
         order = ordering(engine, problem).order
-        problem.memory["order"] = None if order is None else Arranged(order, order.rewritten(problem.mask), order.rewritten(problem.score), {})
+        problem.memory["order"] = None if order is None else Arranged(order, _bare(order, problem.mask), _bare(order, problem.score), {})
     made: Arranged | None = problem.memory["order"]
     if made is None:
         return None, problem
@@ -128,6 +126,10 @@ def _broadcast(order: Order, tensor: Tensor) -> Tensor:
     if tensor.shape[0] > 1 and tensor.stride(0) == 0:
         return order.arranged(tensor[:1], 2).expand(tensor.shape)
     return order.arranged(tensor, 2)
+
+
+def _bare(order: Order, call: Call | None) -> Call | None:
+    return None if call is None else order.rewritten(Call(call.program, (), call.ints, call.floats))
 
 
 def _with_captures(made: Call | None, call: Call | None) -> Call | None:
