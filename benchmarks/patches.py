@@ -54,7 +54,7 @@ def main() -> None:
             name = f"{' x '.join(map(str, shape))}, window {window}, {dtype}"
             progress(name)
             given, found = watch.measure("measure", list(shape), window, dtype, options.threads)
-            rows.append([name, counts.split(":")[0], *_compared(given, found, bool(strips))])
+            rows.append([name, counts.split(":")[0].replace("of 64 x 64 ", ""), *_compared(given, found, bool(strips))])
     header = ["grid", "tiles of 64 x 64", "row by row, ms", "in patches, ms", "faster"]
     notes = f"Batch 1, {HEADS} heads, head dim {HEAD_DIM}. Forward / backward. Where too few tiles are saved for the copies, tokens stay as they are given."
     report(__file__, options, "Neighborhoods in patches on a CPU", [notes, table(header, rows), watch.note()])
