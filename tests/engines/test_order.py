@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tests.tiles.brute import check_map
 from tilewise import calls, masks, order, scores
 from tilewise.engines import engine_named
 from tilewise.lang import Call, evaluate, in_patches, trace_score
@@ -69,6 +70,13 @@ def test_mask_in_patches(shape: tuple[int, ...], strips: tuple[int, ...]) -> Non
     for mask in (masks.neighborhood(shape, tuple(max(1, n // 2) for n in shape)), masks.causal, masks.sliding_window(5) & masks.document(ids), masks.full):
         call = mask.traced()
         assert torch.equal(dense(rewritten(call, shape, strips), count), dense(call, count)[places][:, places])
+
+
+@pytest.mark.parametrize(("shape", "strips"), ORDERS, ids=str)
+def test_maps_of_patches_are_exact(shape: tuple[int, ...], strips: tuple[int, ...]) -> None:
+    call = rewritten(masks.neighborhood(shape, tuple(min(3, n) for n in shape)).traced(), shape, strips)
+    for tile in ((8, 8), (16, 4)):
+        check_map(from_call(call, Geometry(1, 1, prod(shape), prod(shape), tile), "mask", "cpu"), dense(call, prod(shape))[None, None])
 
 
 @pytest.mark.parametrize(("shape", "strips"), ORDERS, ids=str)
