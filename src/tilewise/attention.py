@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import calls, packing
+from tilewise import calls, order, packing
 from tilewise.dispatch import Request, check_name, log, must_choose, observers, requested_backend, tell_observers
 from tilewise.engines import Output, arguments, engine_named, is_plain, run_directly
 from tilewise.engines.native import NativeEngine
@@ -76,7 +76,7 @@ def _as_bhsd(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int 
 def run(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool
 ) -> Output:
-    """The whole way of one call on (batch, heads, sequence, head dim) tensors. lse is empty where native served it."""
+    """The whole way of one call on (batch, heads, sequence, head dim) tensors. lse is empty where native served it, and may be where it is not needed."""
     name, source = requested_backend(backend)
     seen = calls.sight(query, key, value, mask, score, options, name, needs_lse)
     known = None if seen is None else calls.find(seen)
@@ -89,11 +89,15 @@ def run(
         if seen is not None and not (isinstance(engine, NativeEngine) and problem.mask is not None):  # contents of its tensors may have decided that
             calls.remember(seen, engine, problem, choice, mask_name)
     log(choice, problem, mask_name)
+    patches = None
+    if problem.grid is not None:
+        patches, problem = order.in_best_order(engine, problem)
     if not torch.compiler.is_compiling() and observers:  # in this order: torch.compile puts no guard on the list
         tell_observers(engine, problem, mask_name)
     if isinstance(engine, NativeEngine):
         return Output(engine.call(problem), *NOTHING)
-    return run_directly(engine, problem) if seen is not None else operate(engine.name, problem)
+    output = run_directly(engine, problem) if seen is not None else operate(engine.name, problem)
+    return output if patches is None else order.in_given_order(patches, output, needs_lse)
 
 
 NOTHING = torch.empty(0), torch.empty(0)

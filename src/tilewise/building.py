@@ -4,19 +4,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from tilewise import store
 from tilewise.attention import problem_of_call
+from tilewise.engines import engine_named
 from tilewise.engines.triton import MISSING
 from tilewise.errors import BackendError, InputError
+from tilewise.order import in_best_order
 from tilewise.problem import Options, Problem
 from tilewise.scores import as_scores
 
 HEADS, LENGTH = 2, 4096  # sizes are arguments of a kernel, not part of it; these only have to be plausible
-CPU = "cpu"
+CPU, CPP = "cpu", "cpp"  # an architecture, and its engine
 Build = Callable[[], str]  # builds one kernel and says which
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -100,15 +103,21 @@ def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], 
     from tilewise.engines import gluon
     from tilewise.engines.triton import ahead
 
-    learned = _learned(problem)
-    launches = ahead.forward_launches(problem) + (ahead.backward_launches(problem, learned) if backward else [])
+    learned, mine = _learned(problem), _in_order(problem, "triton")
+    launches = ahead.forward_launches(mine) + (ahead.backward_launches(mine, learned) if backward else [])
     if arch == gluon.ARCHITECTURE and gluon.MISSING is None and gluon.refuse_problem(problem) is None:
         from tilewise.engines.gluon import ahead as hopper
 
-        launches += hopper.forward_launches(problem)
-        if backward and gluon.refuse_backward(problem, bool(learned)) is None:
-            launches += hopper.backward_launches(problem)
+        mine = _in_order(problem, "gluon")
+        launches += hopper.forward_launches(mine)
+        if backward and gluon.refuse_backward(mine, bool(learned)) is None:
+            launches += hopper.backward_launches(mine)
     return launches
+
+
+def _in_order(problem: Problem, engine: str) -> Problem:
+    """The problem as an engine computes it: tokens of a grid may be in patches."""
+    return problem if problem.grid is None else in_best_order(engine_named(engine), problem.with_tensors(memory={}))[1]
 
 
 def _build_launch(make: Callable[[], Any], arch: int) -> str:
@@ -123,7 +132,7 @@ def _for_cpu(problems: list[Problem], backward: bool) -> list[Build]:
     reason = missing()
     if reason is not None:
         raise BackendError(f"Could not compile flex_attention kernels: {reason}")
-    units = {unit: name for problem in problems for name, unit in ahead.units(problem, backward, _learned(problem))}
+    units = {unit: name for p in problems for name, unit in ahead.units(_in_order(p, CPP), backward, _learned(p))}
     return [partial(ahead.build, name, unit) for unit, name in units.items()]
 
 
@@ -149,8 +158,10 @@ def _build_all(wanted: list[Build], progress: Callable[[int, int, str], None] | 
 
 
 def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) -> Problem:
-    query = torch.empty(1, HEADS, q_len, dim, dtype=dtype, device="meta")
-    key = torch.empty(1, HEADS, LENGTH, dim, dtype=dtype, device="meta")
+    grid = getattr(mask, "grid", None)
+    length = LENGTH if grid is None else prod(grid.shape)
+    query = torch.empty(1, HEADS, length if q_len == LENGTH else q_len, dim, dtype=dtype, device="meta")
+    key = torch.empty(1, HEADS, length, dim, dtype=dtype, device="meta")
     return problem_of_call(query, key, key, mask, list(as_scores(score)) or None, Options(), "bhsd", None)[0]
 
 

@@ -109,11 +109,14 @@ def _look(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
         return True
     if kind is Sinks:
         return _look(value.logits, parts, held, depth - 1)
-    if kind in (Mask, Score):
+    if kind is Mask:
+        parts.append(value.grid)
         return _look(value.function, parts, held, depth)
-    if kind in (tuple, list) and depth == DEEPEST:  # several scores
+    if kind is Score:
+        return _look(value.function, parts, held, depth)
+    if kind is tuple or (kind is list and depth == DEEPEST):  # a list only of scores: any other may change
         parts.append(len(value))
-        return all([_look(v, parts, held, depth) for v in value])
+        return depth > 0 and all([_look(v, parts, held, depth if depth == DEEPEST else depth - 1) for v in value])
     if kind is partial:
         parts += (len(value.args), *value.keywords)
         return all([_look(v, parts, held, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.attention import problem_of_call
 from tilewise.dispatch import INTENTS, Request, check_name, choose, requested_backend
 from tilewise.engines import ENGINES, Engine
+from tilewise.order import ordering
 from tilewise.plan import map_of
 from tilewise.problem import Options, Problem
 from tilewise.scores import ScoreFunction
@@ -25,7 +26,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Print it for the table; or look at `engine`, `verdicts`, `computed_tiles`, `skipped_tiles`, `flops`."""
+    """Print it for the table; or look at `engine`, `verdicts`, `computed_tiles`, `skipped_tiles`, `flops`, `order`."""
 
     problem: str
     mask: str
@@ -36,6 +37,7 @@ class Explanation:
     computed_tiles: int
     skipped_tiles: int
     flops: int
+    order: str = ""  # of the tokens, where the mask is on a grid
 
     def __str__(self) -> str:
         total = self.computed_tiles + self.skipped_tiles
@@ -47,6 +49,7 @@ class Explanation:
             f"attention {self.problem}, mask {self.mask}",
             f"backend {self.backend!r} (from {self.source}): " + (f"engine {self.engine}" if self.engine else "no engine can serve this"),
             *table,
+            *([f"order of tokens: {self.order}"] if self.order else []),
             f"tiles of {TILE[0]} x {TILE[1]}: {self.computed_tiles} of {total} computed{share}; "
             f"forward {self.flops / 1e9:.3g} GFLOP, backward {2.5 * self.flops / 1e9:.3g}",
         ])  # fmt: skip
@@ -65,6 +68,13 @@ def explain(
     choice = choose(problem, Request(name, source, return_lse, seed is not None), ask_all=True)
     chosen = choice.engine.name if choice.engine is not None else None
     said = {v.engine: v.reason for v in choice.verdicts}
+    order = ""
+    if choice.engine is not None and problem.grid is not None:
+        found = ordering(choice.engine, problem)
+        order = f"as given; {found.reason}"
+        if found.order is not None and problem.mask is not None:
+            order = f"by patches; {found.reason}"
+            problem = problem.with_tensors(mask=found.order.rewritten(problem.mask))
     tile_map = map_of(problem, TILE)
     total = problem.batch * problem.heads * -(-problem.q_len // TILE[0]) * -(-problem.kv_len // TILE[1])
     computed, pairs = total, problem.batch * problem.heads * problem.q_len * problem.kv_len
@@ -73,7 +83,7 @@ def explain(
         computed, pairs, total = tile_map.computed_tiles * repeats, tile_map.computed_pairs() * repeats, tile_map.total_tiles * repeats
     verdicts = tuple(_verdict(e, problem, chosen, said, name) for e in ENGINES)
     flops = 2 * (problem.head_dim + problem.v_dim) * pairs
-    return Explanation(problem.describe(), mask_name, name, source, chosen, verdicts, computed, total - computed, flops)
+    return Explanation(problem.describe(), mask_name, name, source, chosen, verdicts, computed, total - computed, flops, order)
 
 
 def _verdict(engine: Engine, problem: Problem, chosen: str | None, said: dict[str, str | None], backend: str) -> EngineVerdict:

@@ -8,7 +8,7 @@ combine with `&`, `|` and `~`, with each other and with plain functions:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,19 @@ from tilewise.lang import Call, name_of, trace_mask
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
+class Grid(NamedTuple):
+    """The row-major grid whose points a mask's tokens are, and how many of them a token sees along every axis."""
+
+    shape: tuple[int, ...]
+    window: tuple[int, ...]
+
+
 class Mask:
     """A mask function with a name. It is traced once, so what it captures must not be rebound afterwards."""
 
-    def __init__(self, function: MaskFunction, label: str, *parameters: Any) -> None:
+    def __init__(self, function: MaskFunction, label: str, *parameters: Any, grid: Grid | None = None) -> None:
         self.function = function
+        self.grid = grid  # changes the order in which tokens are computed, never the result
         self._label = label
         self._parameters = parameters
         self._call: Call | None = None
@@ -89,7 +97,17 @@ def _combine(left: Mask, right: Mask, operator: str) -> Mask:
     def either(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return f(b, h, q, kv) | g(b, h, q, kv)
 
-    return Mask(both if operator == "&" else either, operator, left, right)
+    return Mask(both if operator == "&" else either, operator, left, right, grid=_common_grid(left.grid, right.grid, operator))
+
+
+def _common_grid(left: Grid | None, right: Grid | None, operator: str) -> Grid | None:
+    """Of what both masks allow, either's grid; of what one of them allows, a grid that both have."""
+    if left is None or right is None:
+        return None if operator == "|" else left if right is None else right
+    if left.shape != right.shape:
+        return None
+    windows = zip(left.window, right.window, strict=True)
+    return Grid(left.shape, tuple([min(pair) if operator == "&" else max(pair) for pair in windows]))
 
 
 def as_mask(function: "Mask | MaskFunction") -> Mask:
@@ -259,7 +277,16 @@ def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mas
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return _inside_windows(_coordinates(q, sizes), _coordinates(kv, sizes), sizes, windows)
 
-    return Mask(near, "neighborhood", _by(sizes), _by(windows))
+    return Mask(near, "neighborhood", _by(sizes), _by(windows), grid=Grid(sizes, windows))
+
+
+def on_grid(mask: "Mask | MaskFunction", shape: Sequence[int], window: int | Sequence[int]) -> Mask:
+    """The same mask, and the knowledge that its tokens are the points of a 2-D or 3-D grid (row-major) and see about `window` along every axis.
+
+    It may then be computed with the tokens in the order of small patches, where that leaves less to compute. The result is the same.
+    """
+    known = as_mask(mask)
+    return Mask(known.function, known._label, *known._parameters, grid=Grid(*_grid(shape, window, "on_grid")))
 
 
 def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int], text: int = 0) -> Mask:

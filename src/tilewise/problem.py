@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import Call, trace_mask, trace_score
-from tilewise.masks import causal
+from tilewise.masks import Grid, causal
 from tilewise.scores import ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent, TileMap, read_mask
@@ -38,6 +38,7 @@ class Problem:
     seed: Tensor | None  # one int64, where there is dropout
     deterministic: bool
     memory: dict[Any, Any] = field(default_factory=dict)  # what engines remember for calls that differ only in their tensors
+    grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
 
     def with_tensors(self, **tensors: Any) -> "Problem":
         """The same problem of other tensors, sharing its memory. `dataclasses.replace` takes several times as long."""
@@ -156,6 +157,7 @@ def make_problem(
         dropout_p=check_dropout(options.dropout_p),
         seed=seed_tensor(options.seed, options.dropout_p),
         deterministic=torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic,
+        grid=reading.grid,
     )
     return problem, name
 

@@ -41,6 +41,10 @@ class Engine(ABC):
         """What it does with a problem it serves."""
         return self.summary
 
+    def tile(self, problem: Problem) -> tuple[int, int] | None:
+        """Queries and keys of the tiles its forward leaves out where nothing is allowed; None if it computes everything."""
+        return None
+
     @abstractmethod
     def forward(self, problem: Problem) -> Output: ...
 

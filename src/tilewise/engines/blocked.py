@@ -163,6 +163,9 @@ class BlockedEngine(Engine):
     def refuse(self, problem: Problem) -> str | None:
         return None
 
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        return TILE
+
     def forward(self, problem: Problem) -> Output:
         p, work, walk = problem, _Work(problem), Walk(problem)
         shape = (p.batch, p.heads, p.q_len)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import Call, name_of, trace_mask
-from tilewise.masks import Mask
+from tilewise.masks import Grid, Mask
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call
@@ -20,6 +20,7 @@ class MaskReading(NamedTuple):
     tiles: TileMap | None = None
     bias: Tensor | None = None
     name: str = "none"
+    grid: Grid | None = None
 
 
 class Extent(NamedTuple):
@@ -40,7 +41,7 @@ def read_mask(mask: Any, extent: Extent, device: Any) -> MaskReading:
     if isinstance(mask, TileMap):
         return MaskReading(mask.mask, _fitting(mask, extent), None, mask.name)
     if isinstance(mask, Mask):
-        return MaskReading(mask.traced(), None, None, mask.name if not torch.compiler.is_compiling() else "mask")
+        return MaskReading(mask.traced(), None, None, mask.name if not torch.compiler.is_compiling() else "mask", mask.grid)
     if isinstance(mask, Tensor):
         return _read_tensor(mask, extent)
     if hasattr(mask, "kv_num_blocks") and hasattr(mask, "kv_indices"):

@@ -5,6 +5,7 @@ from torch import Tensor
 from tilewise import store
 from tilewise.engines.base import Engine, Gradients, Output
 from tilewise.engines.blocked import BlockedEngine
+from tilewise.engines.cpp.walks import KEYS, LANES
 from tilewise.problem import Problem
 
 
@@ -16,6 +17,9 @@ class CppEngine(Engine):
         if problem.device.type != "cpu":
             return f"it runs on CPUs, got tensors on {problem.device}"
         return missing()
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        return LANES, KEYS
 
     def forward(self, problem: Problem) -> Output:
         from tilewise.engines.cpp import run

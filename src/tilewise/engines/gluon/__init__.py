@@ -43,6 +43,9 @@ class GluonEngine(KernelEngine):
         reason = refuse_backward(problem, learns=any([t.requires_grad for t in captures]))
         return self.summary if reason is None else f"{self.summary}; the backward is the Triton engine's: {reason}"
 
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        return forward_tile(forward_cut(problem))
+
     def kernels(self) -> Any:
         return _run()
 

@@ -63,6 +63,12 @@ class TritonEngine(KernelEngine):
                 return f"it needs given tiles that are multiples of {LEAST_TILE}, got {tile}"
         return None
 
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        from tilewise.engines.triton.config import choose
+
+        config = choose("sparse", problem)
+        return config.m, config.n
+
     def kernels(self) -> Any:
         return _run()
 

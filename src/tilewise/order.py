@@ -1,0 +1,275 @@
+"""The order of tokens: points of a grid are computed patch by patch where that leaves fewer tiles to compute.
+
+Row by row, a tile of 64 tokens is a piece of one row, and its neighborhood of 13 x 13 touches two tiles in each of 13 rows. Patch by
+patch, a tile is 8 x 8 points, and it touches about 3 x 3 tiles. So query, key and value are copied into that order, the mask and the
+score are rewritten to see every token's own place, and the output is put back. Engines and tile maps know nothing of it.
+
+The order is one of strips (lang.rewrite.in_patches): rows are taken 8 at a time and walked column by column, so that any tile of
+consecutive tokens is a patch, whatever its size and whether the sizes divide the grid or not.
+"""
+
+from functools import lru_cache
+from itertools import product
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.engines import Engine, Output
+from tilewise.lang import Call, Program, in_patches
+from tilewise.masks import Grid
+from tilewise.problem import Problem
+
+# Widths of the strips that are tried, by axes of the grid. They stand in the kernels as numbers, so there are few of them.
+STRIPS: dict[int, tuple[tuple[int, ...], ...]] = {2: ((8,), (4,), (16,)), 3: ((4, 4), (2, 4), (2, 8), (1, 8), (8, 4))}
+WORTH = 256  # keys less for every query that pay for the copies of query, key, value and output. Measured on a CPU, estimated for GPUs
+COUNTED, GOLDEN = 64, 0.6180339887  # rows of tiles that are counted; steps that meet every part of a grid
+
+
+class Order(NamedTuple):
+    """The points of a grid in the order of strips."""
+
+    shape: tuple[int, ...]
+    strips: tuple[int, ...]
+
+    def arranged(self, tensor: Tensor, dim: int) -> Tensor:
+        """A copy with the tokens along `dim`, which are in row-major order, in the order of strips; dimensions lie in memory as they did."""
+        in_memory = memory_order(tensor)
+        at = in_memory.index(dim)
+        points = tensor.permute(in_memory).unflatten(at, self.shape)
+        return _back(_arranged(points, at, self.strips, 0), in_memory)
+
+    def put_back(self, tensor: Tensor, dim: int) -> Tensor:
+        """The way back of `arranged`."""
+        in_memory = memory_order(tensor)
+        at = in_memory.index(dim)
+        points = _put_back(tensor.permute(in_memory), at, self.shape, self.strips, ())
+        return _back(points.flatten(at, at + len(self.shape) - 1), in_memory)
+
+    def rewritten(self, call: Call) -> Call:
+        """The program of tokens in this order."""
+        rewrite = _rewritten.__wrapped__ if torch.compiler.is_compiling() else _rewritten
+        program, ints = rewrite(self, call.program, call.ints)
+        return Call(program, call.captures, ints, call.floats, call.repeatable)
+
+
+class Ordering(NamedTuple):
+    """The order a problem is computed in, None where tokens stay as they are, and why."""
+
+    order: Order | None
+    reason: str
+
+
+class Arranged(NamedTuple):
+    """What is made of a problem, kept for calls that differ only in their tensors: it holds none."""
+
+    order: Order
+    mask: Call | None
+    score: Call | None
+    memory: dict[Any, Any]
+
+
+# -- the way of one call -----------------------------------------------------------------------------------------------
+
+
+def in_best_order(engine: Engine, problem: Problem) -> tuple[Order | None, Problem]:
+    """The problem with its tokens in the order that is best for an engine; None if they stay as they are."""
+    if "order" not in problem.memory:
+        order = ordering(engine, problem).order
+        problem.memory["order"] = None if order is None else Arranged(order, _bare(order, problem.mask), _bare(order, problem.score), {})
+    made: Arranged | None = problem.memory["order"]
+    if made is None:
+        return None, problem
+    order, p = made.order, problem
+    arranged = p.with_tensors(
+        query=order.arranged(p.query, 2), key=_broadcast(order, p.key), value=_broadcast(order, p.value),
+        mask=_with_captures(made.mask, p.mask), score=_with_captures(made.score, p.score), memory=made.memory, grid=None,
+    )  # fmt: skip
+    return order, arranged
+
+
+def in_given_order(order: Order, output: Output, needs_lse: bool) -> Output:
+    """The output with its tokens where they were; lse is empty where nobody needs it."""
+    lse, highest = [order.put_back(t, 2) if needs_lse else t.new_empty(0) for t in (output.lse, output.highest)]
+    return Output(order.put_back(output.out, 2), lse, highest)
+
+
+def ordering(engine: Engine, problem: Problem) -> Ordering:
+    """In which order an engine should compute a problem, and why."""
+    p, grid, tile = problem, problem.grid, engine.tile(problem)
+    if grid is None:
+        return Ordering(None, "the mask is on no grid")
+    if tile is None:
+        return Ordering(None, f"{engine.name} skips no tiles")
+    if len(grid.shape) not in STRIPS:
+        return Ordering(None, "the grid has one axis")
+    if not p.q_len == p.kv_len == prod(grid.shape):
+        return Ordering(None, f"the grid has {prod(grid.shape)} points, the call {p.q_len} queries and {p.kv_len} keys")
+    if p.dropout_p > 0:
+        return Ordering(None, "dropout is by place")
+    if torch.compiler.is_compiling() and not _static((*grid.shape, *grid.window)):
+        return Ordering(None, "torch.compile compiles for sizes that vary")
+    strips, counts = best(grid.shape, grid.window, tile)
+    return Ordering(Order(grid.shape, strips) if strips else None, counts)
+
+
+def _static(numbers: tuple[int, ...]) -> bool:
+    """Whether torch.compile takes these numbers for constants."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return hasattr(symbolic_shapes, "has_static_value") and all([symbolic_shapes.has_static_value(n) for n in numbers])
+
+
+def _broadcast(order: Order, tensor: Tensor) -> Tensor:
+    """Keys and values of a batch of 1 that stands for all are copied once."""
+    if tensor.shape[0] > 1 and tensor.stride(0) == 0:
+        return order.arranged(tensor[:1], 2).expand(tensor.shape)
+    return order.arranged(tensor, 2)
+
+
+def _bare(order: Order, call: Call | None) -> Call | None:
+    return None if call is None else order.rewritten(Call(call.program, (), call.ints, call.floats))
+
+
+def _with_captures(made: Call | None, call: Call | None) -> Call | None:
+    return made if made is None or call is None else Call(made.program, call.captures, made.ints, call.floats, call.repeatable)
+
+
+@lru_cache(maxsize=256)
+def _rewritten(order: Order, program: Program, ints: tuple[int, ...]) -> tuple[Program, tuple[int, ...]]:
+    call = Call(program, (), ints)
+    for name in ("q", "kv"):
+        call = in_patches(call, name, *order)
+    return call.program, call.ints
+
+
+# -- which order -------------------------------------------------------------------------------------------------------
+
+
+def best(shape: tuple[int, ...], window: tuple[int, ...], tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+    """The strips that leave the fewest tiles, or none if they save too little; and the counts, in words."""
+    return _best(Grid(tuple(shape), tuple(window)), tile)
+
+
+best._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
+
+
+@lru_cache(maxsize=256)
+def _best(grid: Grid, tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+    axes = len(grid.shape)
+    before = tiles_touched(grid, (1,) * (axes - 1), tile)
+    after, strips = min([(tiles_touched(grid, strips, tile), strips) for strips in STRIPS[axes]], key=lambda found: found[0])
+    patch = "x".join([str(n) for n in (*strips, max(1, tile[1] // prod(strips)))])
+    about = "" if ceil(prod(grid.shape) / tile[0]) <= COUNTED else "about "
+    said = f"{about}{after} tiles of {tile[0]} x {tile[1]} in patches of {patch}, {before} row by row"
+    saved = (before - after) * tile[0] * tile[1] / prod(grid.shape)
+    return (strips, said) if saved >= WORTH else ((), f"{said}: too little for the copies it takes")
+
+
+def tiles_touched(grid: Grid, strips: tuple[int, ...], tile: tuple[int, int]) -> int:
+    """How many tiles the neighborhoods of a grid touch in the order of strips, from those of at most COUNTED of its rows of tiles.
+
+    Columns that two tiles share count for both, so that where patches do not divide the strips it may be a few more than it is.
+    """
+    tokens = prod(grid.shape)
+    rows = ceil(tokens / tile[0])
+    counted = range(rows) if rows <= COUNTED else [int(k * GOLDEN * rows) % rows for k in range(COUNTED)]
+    touched = [len(_touched_by(grid, strips, row * tile[0], min((row + 1) * tile[0], tokens), tile[1])) for row in counted]
+    return round(sum(touched) * rows / len(touched))
+
+
+def _touched_by(grid: Grid, strips: tuple[int, ...], first: int, end: int, tile: int) -> set[int]:
+    """The tiles of keys that the queries from `first` up to before `end` see."""
+    seen: set[int] = set()
+    while first < end:
+        starts, heights, within = _place(grid.shape, strips, first)
+        per = prod(heights)  # tokens of a column
+        last = min(end, first - within + per * grid.shape[-1]) - 1  # still in the same strip
+        patch = [*[(s, s + h - 1) for s, h in zip(starts, heights, strict=True)], (within // per, (last - first + within) // per)]
+        *across, along = [_seen_along(*span, size, window) for span, size, window in zip(patch, *grid, strict=True)]
+        for lines in product(*[_strips_of(*span, strip) for span, strip in zip(across, strips, strict=True)]):  # one strip of keys after the other
+            low, high = (_index(grid.shape, strips, (*[line[end] for line in lines], along[end])) for end in (0, 1))
+            seen.update(range(low // tile, high // tile + 1))
+        first = last + 1
+    return seen
+
+
+def _seen_along(first: int, last: int, size: int, window: int) -> tuple[int, int]:
+    """What the points from first to last see along an axis: windows are moved inwards at the border."""
+    return min(max(first - window // 2, 0), size - window), min(max(last - window // 2, 0), size - window) + window - 1
+
+
+def _strips_of(first: int, last: int, strip: int) -> list[tuple[int, int]]:
+    """The points from first to last, cut where strips begin."""
+    return [(max(first, at), min(last, at + strip - 1)) for at in range(first // strip * strip, last + 1, strip)]
+
+
+def _place(shape: tuple[int, ...], strips: tuple[int, ...], index: int) -> tuple[list[int], list[int], int]:
+    """The strip of a token: where it begins and how much it holds along every axis but the last; and the token's number within it."""
+    starts: list[int] = []
+    heights: list[int] = []
+    for axis, strip in enumerate(strips):
+        which, index = divmod(index, prod(heights) * strip * prod(shape[axis + 1 :]))
+        starts.append(which * strip)
+        heights.append(min(strip, shape[axis] - which * strip))
+    return starts, heights, index
+
+
+def _index(shape: tuple[int, ...], strips: tuple[int, ...], point: tuple[int, ...]) -> int:
+    """The place of a point in the order of strips."""
+    index, per, across = 0, 1, 0
+    for axis, strip in enumerate(strips):
+        start = point[axis] // strip * strip
+        height = min(strip, shape[axis] - start)
+        index += per * start * prod(shape[axis + 1 :])
+        across = across * height + point[axis] - start
+        per *= height
+    return index + point[-1] * per + across
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """The dimensions from the one with the longest steps to the one with the shortest."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+
+
+def _back(tensor: Tensor, permuted: list[int]) -> Tensor:
+    return tensor.permute([permuted.index(d) for d in range(len(permuted))])
+
+
+def _arranged(points: Tensor, dim: int, strips: tuple[int, ...], across: int) -> Tensor:
+    """(..., axes of the grid from `dim` on, `across` axes that lie across the strip, ...) -> (..., tokens, ...)"""
+    if not strips:
+        return points.flatten(dim, dim + across)
+    parts: list[Tensor] = []
+    for part, height in _cut(points, dim, points.shape[dim], strips[0], 1):
+        cut = part.unflatten(dim, (-1, height)).movedim(dim + 1, dim + 1 + len(strips) + across)
+        parts.append(_arranged(cut, dim + 1, strips[1:], across + 1).flatten(dim, dim + 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _put_back(tokens: Tensor, dim: int, shape: tuple[int, ...], strips: tuple[int, ...], heights: tuple[int, ...]) -> Tensor:
+    """(..., tokens, ...) -> (..., axes of the grid, then as many as `heights` that lie across the strip, ...)"""
+    if not strips:
+        return tokens.unflatten(dim, (shape[0], *heights))
+    parts: list[Tensor] = []
+    each = prod(shape[1:]) * prod(heights)
+    for part, height in _cut(tokens, dim, shape[0], strips[0], each):
+        points = _put_back(part.unflatten(dim, (-1, height * each)), dim + 1, shape[1:], strips[1:], (*heights, height))
+        parts.append(points.movedim(dim + len(strips) + 1 + len(heights), dim + 1).flatten(dim, dim + 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _cut(tensor: Tensor, dim: int, size: int, strip: int, each: int) -> list[tuple[Tensor, int]]:
+    """The whole strips along a dimension, and the narrower one that may be left, with their widths; `each` elements to a point."""
+    left = size % strip
+    if left == 0:
+        return [(tensor, strip)]
+    if left == size:
+        return [(tensor, left)]
+    whole, rest = tensor.split([(size - left) * each, left * each], dim)
+    return [(whole, strip), (rest, left)]
