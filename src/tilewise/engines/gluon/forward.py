@@ -112,6 +112,7 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
     (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
      n_heads, ratio, n_kv, n_tiles, n_bh, n_group) = args  # fmt: skip
     NWG: gl.constexpr = C.value.warpgroups
+    BN: gl.constexpr = C.value.block_n
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * NWG
@@ -119,37 +120,47 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
     queries = (q_desc, q_bufs, q_full, q_free, tile_notes)
     keys = (k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes)
     n_items = n_tiles * n_bh
-    source = (p_counter, tiles, s_tiles, n_heads, n_kv, n_tiles, n_bh, n_group)
     turn = 0  # query tiles sent
     it = 0  # key tiles sent
-    item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
+    item = next_item(p_counter, n_items)
     while item < n_items:
-        tile = (i_bh, i_bh // n_heads, i_bh % n_heads, i_bh % n_heads // ratio, i_tile, steps, masked, stencil)
-        # The next tile is drawn when the first keys of this one are under way: by the time it is needed, memory has answered.
-        if steps == 0:
-            send_queries(queries, turn, tile, C)
-            item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
-        elif MAPPED:
-            runs = (masked_run, end, full_run, masked_run)
+        # Longest first inside a group of heads that fits the L2 cache.
+        first = item // (n_tiles * n_group) * n_group
+        rest = item - first * n_tiles
+        heads = gl.minimum(n_group, n_bh - first)
+        i_bh = first + rest % heads
+        i_tile = rest // heads
+        i_b = i_bh // n_heads
+        i_h = i_bh % n_heads
+        i_hk = i_h // ratio
+        if MAPPED:
+            row = i_b * s_tiles[0] + i_h * s_tiles[1]
+            i_tile = uniform(gl.load(tiles[0] + row + i_tile))
+            row += i_tile
+            steps = uniform(gl.load(tiles[1] + row))
+            masked = uniform(gl.load(tiles[2] + row))
+            stencil, full_run, masked_run, end = runs_of(tiles, row)
+            if steps == 0:
+                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, 0, 0, C)
             started = it
-            for kind in gl.static_range(2):  # masked tiles, then full ones
-                for run in range(runs[2 * kind], runs[2 * kind + 1]):
-                    start = uniform(gl.load(tiles[4] + run))
-                    for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
-                        send_keys(keys, queries, it, turn, it == started, tile, i_kv, C)
-                        if it == started:
-                            item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
-                        it += 1
+            for run in range(masked_run, end):
+                start = uniform(gl.load(tiles[4] + run))
+                for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
+                    it += 1
+            for run in range(full_run, masked_run):
+                start = uniform(gl.load(tiles[4] + run))
+                for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
+                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
+                    it += 1
         else:
-            count = steps
-            send_keys(keys, queries, it, turn, True, tile, count - 1, C)
-            item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end = draw(source, MAPPED, C)
-            it += 1
-            for i in range(1, count):
-                send_keys(keys, queries, it, turn, False, tile, count - 1 - i, C)
+            steps = gl.cdiv(n_kv, BN)
+            for i in range(steps):
+                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, steps, (n_kv % BN != 0).to(gl.int32), 0, C)
                 it += 1
         turn += 1
-    send_queries(queries, turn, (0, 0, 0, 0, 0, -1, 0, 0), C)
+        item = next_item(p_counter, n_items)
+    send_queries(queries, turn, 0, 0, 0, 0, -1, 0, 0, C)
     for j in range(gl.maximum(it - KS, 0), it):  # meet the last arrivals: no barrier stays half full
         bar_sync(K_FREE + j % KS, ALL)
     for j in range(gl.maximum(it - VS, 0), it):
@@ -157,38 +168,10 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def draw(source, MAPPED: gl.constexpr, C: gl.constexpr):
-    """The next query tile of all programs' (n_items or more: none is left): its number, head, place, steps, masked steps, first stencil, and its
-    runs of key tiles, first full ones, then masked ones. Longest first within heads that share the L2 cache."""
-    p_counter, tiles, s_tiles, n_heads, n_kv, n_tiles, n_bh, n_group = source
-    BN: gl.constexpr = C.value.block_n
-    item = next_item(p_counter, n_tiles * n_bh)
-    place = gl.minimum(item, n_tiles * n_bh - 1)
-    first = place // (n_tiles * n_group) * n_group
-    rest = place - first * n_tiles
-    heads = gl.minimum(n_group, n_bh - first)
-    i_bh = first + rest % heads
-    i_tile = rest // heads
-    steps = gl.cdiv(n_kv, BN)
-    masked = (n_kv % BN != 0).to(gl.int32)
-    stencil = steps * 0
-    full_run, masked_run, end = stencil, stencil, stencil
-    if MAPPED:
-        row = i_bh // n_heads * s_tiles[0] + i_bh % n_heads * s_tiles[1]
-        i_tile = uniform(gl.load(tiles[0] + row + i_tile))
-        row += i_tile
-        steps = uniform(gl.load(tiles[1] + row))
-        masked = uniform(gl.load(tiles[2] + row))
-        stencil, full_run, masked_run, end = runs_of(tiles, row)
-    return item, i_bh, i_tile, steps, masked, stencil, full_run, masked_run, end
-
-
-@gluon.jit
-def send_queries(queries, turn, tile, C: gl.constexpr):
+def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C: gl.constexpr):
     """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done), how many of them,
     the first ones, are masked, and the stencil of the first."""
     q_desc, q_bufs, q_full, q_free, tile_notes = queries
-    i_bh, i_b, i_h, _, i_tile, steps, masked, stencil = tile
     NWG: gl.constexpr = C.value.warpgroups
     for w in gl.static_range(NWG):
         mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
@@ -205,10 +188,9 @@ def send_queries(queries, turn, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def send_keys(keys, queries, it, turn, first, tile, i_kv, C: gl.constexpr):
+def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C: gl.constexpr):
     """A tile of K, with a note of where it lies, and of V; the first one brings the queries along."""
     k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes = keys
-    _, i_b, _, i_hk, _, _, _, _ = tile
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * C.value.warpgroups
@@ -219,7 +201,7 @@ def send_keys(keys, queries, it, turn, first, tile, i_kv, C: gl.constexpr):
     mbarrier.expect(k_full.index(it % KS), k_desc.block_type.nbytes)
     tma_load(k_desc, [i_b, i_hk, n0, 0], k_full.index(it % KS), k_bufs.index(it % KS))
     if first:
-        send_queries(queries, turn, tile, C)
+        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C)
     if it >= VS:
         bar_sync(V_FREE + it % VS, ALL)
     mbarrier.expect(v_full.index(it % VS), v_desc.block_type.nbytes)
@@ -245,7 +227,7 @@ def consumer(
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
-    buffers = (k_bufs, v_bufs, k_full, v_full, step_notes)
+    buffers = (k_bufs, v_bufs, k_full, v_full, q_free, step_notes)
     q = q_bufs.index(WG).reshape([ROWS, D])
     out = o_bufs.index(WG)
 
@@ -266,16 +248,17 @@ def consumer(
         b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
         b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
         if steps > 0:
-            b_p, b_m, b_l, b_decay = first_step(
-                q, b_m, b_l, buffers, it, p_stencils, stencil_row, masked > 0, steps > 1, place, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
+            # A step's stencil is loaded a step ahead: memory may take longer to answer than Q K^T takes.
+            b_words = stencil_of(p_stencils, stencil_row, masked > 0, MAPPED, C)
+            b_p, b_m, b_l, b_decay, b_words = first_step(
+                q, b_m, b_l, b_words, buffers, it, (p_stencils, stencil_row + NWG * ROWS, masked > 1), masked > 0, steps > 1, place,
+                SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
             it += 1
             for i in range(1, steps):
-                b_p, b_o, b_m, b_l, b_decay = attend(
-                    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row + i * (NWG * ROWS), i < masked, i + 1 < steps, place,
-                    SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
+                b_p, b_o, b_m, b_l, b_decay, b_words = attend(
+                    q, b_p, b_o, b_m, b_l, b_decay, b_words, buffers, it, (p_stencils, stencil_row + (i + 1) * (NWG * ROWS), i + 1 < masked),
+                    i < masked, i + 1 < steps, place, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
                 it += 1
-            if C.value.own_o_buffer:
-                mbarrier.arrive(q_free.index(WG), count=1)
             b_o = rescale(b_o, b_decay)
             last = (it - 1) % VS
             if VS <= 2:
@@ -283,8 +266,8 @@ def consumer(
             o_token = warpgroup_mma(b_p, v_bufs.index(last).reshape([BN, DV]), b_o, is_async=True)
             b_o = warpgroup_mma_wait(0, deps=[o_token])
             bar_arrive(V_FREE + last, ALL)
-        elif C.value.own_o_buffer:
-            mbarrier.arrive(q_free.index(WG), count=1)
+        else:
+            hand_back(q_free, False, WG, C)
 
         # Out. Everything is in base 2 from here on.
         b_sum = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)
@@ -323,11 +306,11 @@ def consumer(
 
 @gluon.jit
 def first_step(
-    q, b_m, b_l, buffers, it, p_stencils, stencil_row, masked, more, place,
+    q, b_m, b_l, b_words, buffers, it, stencil, masked, more, place,
     SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Scores of the first key tile; no P V is under way."""
-    k_bufs, _, k_full, v_full, step_notes = buffers
+    k_bufs, _, k_full, v_full, q_free, step_notes = buffers
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
@@ -338,25 +321,35 @@ def first_step(
     s_token = issue_scores(q, k_bufs.index(it % KS), C)
     if C.value.ping_pong:
         bar_arrive(TURN + (WG + 1) % NWG, 256)
-    b_words = stencil_of(p_stencils, stencil_row, masked, MAPPED, C)
+    b_next = stencil_of(stencil[0], stencil[1], stencil[2], MAPPED, C)
     b_s = warpgroup_mma_wait(0, deps=[s_token])
     bar_arrive(K_FREE + it % KS, 32 + 128 * NWG)
+    hand_back(q_free, more, WG, C)
     b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, True, DROPOUT, C)
     mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
-    return as_operand(b_p, k_bufs.dtype, C), b_m, b_l, b_decay
+    return as_operand(b_p, k_bufs.dtype, C), b_m, b_l, b_decay, b_next
+
+
+@gluon.jit
+def hand_back(q_free, more, WG: gl.constexpr, C: gl.constexpr):
+    """Q's memory, after the last Q K^T. In every step this branch is also a border that ptxas moves no arithmetic of masks and scores across."""
+    if C.value.own_o_buffer:
+        if not more:
+            mbarrier.arrive(q_free.index(WG), count=1)
 
 
 @gluon.jit
 def attend(
-    q, b_p, b_o, b_m, b_l, b_decay, buffers, it, p_stencils, stencil_row, masked, more, place,
+    q, b_p, b_o, b_m, b_l, b_decay, b_words, buffers, it, stencil, masked, more, place,
     SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it.
+    """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it; `stencil` tells
+    where the next step's lies.
 
     Masked steps take a branch: code of their own would be larger, and ptxas then moves the mask's arithmetic where it delays others."""
-    k_bufs, v_bufs, k_full, v_full, step_notes = buffers
+    k_bufs, v_bufs, k_full, v_full, q_free, step_notes = buffers
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
@@ -373,11 +366,12 @@ def attend(
     if C.value.ping_pong:
         bar_arrive(TURN + (WG + 1) % NWG, 256)
     n0 = read_note(step_notes, it % KS)
-    b_words = stencil_of(p_stencils, stencil_row, masked, MAPPED, C)
+    b_next = stencil_of(stencil[0], stencil[1], stencil[2], MAPPED, C)
     if VS > 2:  # waits in the shadow of the products
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     bar_arrive(K_FREE + it % KS, ALL)
+    hand_back(q_free, more, WG, C)
     b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, False, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
@@ -385,7 +379,7 @@ def attend(
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_o, b_p, b_l, b_decay = warpgroup_mma_wait(0, deps=[o_token, b_p, b_l, b_decay])
     bar_arrive(V_FREE + (it - 1) % VS, ALL)
-    return as_operand(b_p, k_bufs.dtype, C), b_o, b_m, b_l, b_decay
+    return as_operand(b_p, k_bufs.dtype, C), b_o, b_m, b_l, b_decay, b_next
 
 
 @gluon.jit
@@ -398,7 +392,6 @@ def issue_scores(q, k_buf, C: gl.constexpr):
 
 @gluon.jit
 def stencil_of(p_stencils, row, masked, MAPPED: gl.constexpr, C: gl.constexpr):
-    """Loaded while Q K^T is under way."""
     BN: gl.constexpr = C.value.block_n
     if MAPPED:
         like = gl.zeros([ROWS, BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
