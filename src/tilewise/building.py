@@ -100,13 +100,12 @@ def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], 
     from tilewise.engines import gluon
     from tilewise.engines.triton import ahead
 
-    learned = _learned(problem)
-    launches = ahead.forward_launches(problem) + (ahead.backward_launches(problem, learned) if backward else [])
+    launches = ahead.forward_launches(problem) + (ahead.backward_launches(problem, problem.learned) if backward else [])
     if arch == gluon.ARCHITECTURE and gluon.MISSING is None and gluon.refuse_problem(problem) is None:
         from tilewise.engines.gluon import ahead as hopper
 
         launches += hopper.forward_launches(problem)
-        if backward and gluon.refuse_backward(problem, bool(learned)) is None:
+        if backward and gluon.refuse_backward(problem, bool(problem.learned)) is None:
             launches += hopper.backward_launches(problem)
     return launches
 
@@ -123,7 +122,7 @@ def _for_cpu(problems: list[Problem], backward: bool) -> list[Build]:
     reason = missing()
     if reason is not None:
         raise BackendError(f"Could not compile flex_attention kernels: {reason}")
-    units = {unit: name for problem in problems for name, unit in ahead.units(problem, backward, _learned(problem))}
+    units = {unit: name for problem in problems for name, unit in ahead.units(problem, backward, problem.learned)}
     return [partial(ahead.build, name, unit) for unit, name in units.items()]
 
 
@@ -152,10 +151,6 @@ def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) ->
     query = torch.empty(1, HEADS, q_len, dim, dtype=dtype, device="meta")
     key = torch.empty(1, HEADS, LENGTH, dim, dtype=dtype, device="meta")
     return problem_of_call(query, key, key, mask, list(as_scores(score)) or None, Options(), "bhsd", None)[0]
-
-
-def _learned(problem: Problem) -> frozenset[int]:
-    return frozenset() if problem.score is None else frozenset(k for k, t in enumerate(problem.score.captures) if t.requires_grad)
 
 
 def _architecture(name: str | None) -> int:

@@ -38,12 +38,16 @@ class GluonEngine(KernelEngine):
         return refuse_problem(problem)
 
     def says(self, problem: Problem) -> str:
-        captures = () if problem.score is None else problem.score.captures
-        reason = refuse_backward(problem, learns=any([t.requires_grad for t in captures]))
+        reason = refuse_backward(problem, learns=bool(problem.learned))
         return self.summary if reason is None else f"{self.summary}; the backward is the Triton engine's: {reason}"
 
     def kernels(self) -> Any:
         return _run()
+
+    def soon(self) -> Any:
+        from tilewise.engines.gluon import soon
+
+        return soon
 
 
 def refuse_problem(p: Problem) -> str | None:

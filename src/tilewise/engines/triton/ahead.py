@@ -55,7 +55,7 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
         shares = fixed_point.zeros(p, wanted, run.wide(p))
         return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": shares}, wanted, *c))]
     gauged = fixed_point.gauges(p, wanted)
-    totals = fixed_point.totals(p, wanted, gauged.limits)
+    totals = fixed_point.Totals(fixed_point.zeros(p, wanted, torch.int64), gauged.limits.double())  # arithmetic without data makes torch import for seconds
     return [
         sums,
         _ladder(p, BACKWARD, lambda c: run.gauge_launch(p, own | {"score_g": gauged.arguments}, wanted, *c)),

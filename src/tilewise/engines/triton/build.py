@@ -2,9 +2,8 @@
 
 import json
 import re
-import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import triton
@@ -21,9 +20,9 @@ FUNCTIONS = {
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 
-# These versions of Python count the depth of all threads' syntax trees together (python/cpython#106905), so only one may compile at a time.
-MISCOUNTS = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
-_alone: AbstractContextManager[Any] = threading.Lock() if MISCOUNTS else nullcontext()
+# Triton reads a kernel's source in Python, which only one thread can do at a time anyway. Here they take turns, because Triton sets the process's
+# filters of warnings meanwhile, and because some versions of Python count the depth of all threads' syntax trees together (python/cpython#106905).
+_reading = threading.Lock()
 
 
 def function_named(kernel: str) -> Any:
@@ -51,8 +50,7 @@ def compiled(request: Request) -> dict[str, bytes]:
     scored = [kind for name, kind in request.signature if name in ("p_q", "p_do")]
     wide = any(kind.startswith("*fp32") for kind in scored) or request.kernel == "classify"
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
-    with _alone:
-        kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
     facts = {
@@ -66,10 +64,26 @@ def compiled(request: Request) -> dict[str, bytes]:
 def source_class(function: Any) -> Any:
     """Kernels in Gluon and in plain Triton are read differently."""
     if function in FUNCTIONS.values() or not function.is_gluon():
-        return triton.compiler.ASTSource
+        return _in_turn(triton.compiler.ASTSource)
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    return GluonASTSource
+    return _in_turn(GluonASTSource)
+
+
+@lru_cache(maxsize=2)
+def _in_turn(kind: Any) -> Any:
+    """A kind of source that one thread reads at a time. What follows, the compiler's passes, threads do at the same time."""
+
+    class InTurn(kind):
+        def hash(self) -> Any:
+            with _reading:
+                return super().hash()
+
+        def make_ir(self, *args: Any, **options: Any) -> Any:
+            with _reading:
+                return super().make_ir(*args, **options)
+
+    return InTurn
 
 
 def _describe(kind: Any, place: tuple[int, ...], attributes: dict[Any, Any], fixed: dict[Any, Any], types: list[str]) -> Any:
