@@ -3,6 +3,7 @@
 A guess: that the gradient of the output will be laid out like the output, say. Where it is wrong, a kernel is built that nobody needs.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,17 +16,19 @@ from tilewise.engines.triton.launch import Launch, architecture
 from tilewise.lang import Call
 from tilewise.problem import Problem
 
+MANY_PROCESSORS = 8  # enough for a build that may turn out not to be needed
 Launches = list[Callable[[], list[Launch]]]
 
 
 def forward(p: Problem) -> None:
     wanted = wanted_of(p)
-    start(p, lambda p: _forward_launches(p) + ([] if wanted is None else ahead.backward_launches(p, wanted)))
+    start(p, lambda p: ([] if wanted is None else ahead.backward_launches(p, wanted)) + _forward_launches(p))  # what takes longest first
 
 
 def _forward_launches(p: Problem) -> Launches:
-    """None where there are two forwards to choose from, by the map, which is not known yet."""
-    return ahead.forward_launches(p) if len(run.forward_kinds(p)) == 1 else []
+    """Which of two forwards it will be only the map knows: where processors are few, that is waited for."""
+    many = (os.cpu_count() or 1) >= MANY_PROCESSORS
+    return ahead.forward_launches(p) if many or len(run.forward_kinds(p)) == 1 else []
 
 
 def backward(p: Problem, wanted: frozenset[int]) -> None:
