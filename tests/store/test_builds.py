@@ -148,20 +148,30 @@ def problem(layout: str = "bhsd", mask: object = None, dim: int = 64, score: obj
 @needs_triton
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool) -> None:
-    """By name: of a problem without its data, and of the problem itself."""
-    from tilewise.engines.triton import ahead, soon
-    from tilewise.engines.triton.launch import key_of, request_of
+def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name: a forward and a backward in which no kernel really starts, and the same problem without its data."""
+    from tilewise.engines.triton import ahead, run, soon
+    from tilewise.engines.triton.launch import Launch, key_of, request_of
 
+    started: list[str] = []
+
+    class Nothing:
+        def start(self, own: dict[str, object]) -> None: ...
+
+    def prepare(launch: Launch, device: torch.device) -> Nothing:
+        started.append(key_of(request_of(launch, 90)))
+        return Nothing()
+
+    monkeypatch.setattr(run, "prepare", prepare)
     p = problem(layout, score=scores.relative_bias(torch.zeros(4, 511, requires_grad=True)), deterministic=deterministic)
     wanted = soon.wanted_of(p)
     assert wanted == {0}
-
-    def names(p: Problem) -> list[str]:
-        launches = ahead.forward_launches(p) + ahead.backward_launches(p, wanted)
-        return [key_of(request_of(launches()[0], 90)) for launches in launches]
-
-    assert names(soon.on_meta(p)) == names(p)
+    with torch.no_grad():
+        output = run.forward(p)
+        run.backward(p, output, torch.empty_like(output.out), None, wanted)
+    data_free = soon.on_meta(p)
+    launches = ahead.forward_launches(data_free) + ahead.backward_launches(data_free, wanted)
+    assert [key_of(request_of(launches()[0], 90)) for launches in launches] == started
 
 
 @needs_triton
