@@ -165,7 +165,7 @@ def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool
     monkeypatch.setattr(run, "prepare", prepare)
     p = problem(layout, score=scores.relative_bias(torch.zeros(4, 511, requires_grad=True)), deterministic=deterministic)
     wanted = soon.wanted_of(p)
-    assert wanted == {0}
+    assert wanted == frozenset({0})
     with torch.no_grad():
         output = run.forward(p)
         run.backward(p, output, torch.empty_like(output.out), None, wanted)
