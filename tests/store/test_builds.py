@@ -13,7 +13,7 @@ import torch
 from tilewise import masks, scores
 from tilewise.engines.gluon import MISSING as NO_GLUON
 from tilewise.engines.triton import MISSING, builds
-from tilewise.engines.triton.builds import Beside, announce, in_background, once
+from tilewise.engines.triton.builds import Beside, Turns, announce, in_background, once
 from tilewise.problem import Options, Problem, make_problem
 
 
@@ -77,6 +77,22 @@ def test_who_waits_for_an_interrupted_build_builds_itself() -> None:
         with pytest.raises(KeyboardInterrupt):
             first.result()
         assert second.result() == "kernel"
+
+
+def test_turns_are_taken_one_at_a_time_in_their_order() -> None:
+    turns, order = Turns(), list[int]()
+
+    def take(turn: int) -> None:
+        with turns.wait(turn):
+            order.append(turn)
+            time.sleep(0.01)
+            order.append(turn)
+
+    with ThreadPoolExecutor(6) as pool, turns.wait(0):
+        taken = [pool.submit(take, turn) for turn in (2, 1, 0, 2, 1, 0)]
+        wait_for(lambda: len(turns._waiting) == 6)
+    assert all(t.result() is None for t in taken)
+    assert order == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
 # -- beside and in the background ------------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 import json
 import re
-import threading
-from functools import lru_cache
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilewise.engines.triton import backward, classify, decode, forward
+from tilewise.engines.triton import backward, builds, classify, decode, forward
 from tilewise.engines.triton.driver import TENSOR_MAP
 from tilewise.engines.triton.launch import Block, Request
 from tilewise.engines.triton.modules import Generated
@@ -20,9 +18,11 @@ FUNCTIONS = {
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 
+# Kernels whose source is read in no time, and those that take longest after it: the first are read first, then the second, then the others.
+SHORT, LONG = ("classify", "sums", "combine", "prepare_backward"), ("gradients", "hopper_forward")
 # Triton reads a kernel's source in Python, which only one thread can do at a time anyway. Here they take turns, because Triton sets the process's
 # filters of warnings meanwhile, and because some versions of Python count the depth of all threads' syntax trees together (python/cpython#106905).
-_reading = threading.Lock()
+_reading = builds.Turns()
 
 
 def function_named(kernel: str) -> Any:
@@ -44,7 +44,8 @@ def compiled(request: Request) -> dict[str, bytes]:
         signature[name] = _describe(kind, (position,), attributes, fixed, types)
     constants = {name: value.function() if isinstance(value, Generated) else value for name, value in request.constants}
     fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = source_class(function)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
+    turn = 0 if request.kernel in SHORT else 1 if request.kernel in LONG else 2
+    source = source_class(function, turn)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
     # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
     # So does what decides of whole tiles.
     scored = [kind for name, kind in request.signature if name in ("p_q", "p_do")]
@@ -61,26 +62,25 @@ def compiled(request: Request) -> dict[str, bytes]:
     return {"facts": json.dumps(facts).encode(), "cubin": kernel.asm["cubin"]}
 
 
-def source_class(function: Any) -> Any:
+def source_class(function: Any, turn: int) -> Any:
     """Kernels in Gluon and in plain Triton are read differently."""
     if function in FUNCTIONS.values() or not function.is_gluon():
-        return _in_turn(triton.compiler.ASTSource)
+        return _in_turn(triton.compiler.ASTSource, turn)
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    return _in_turn(GluonASTSource)
+    return _in_turn(GluonASTSource, turn)
 
 
-@lru_cache(maxsize=2)
-def _in_turn(kind: Any) -> Any:
+def _in_turn(kind: Any, turn: int) -> Any:
     """A kind of source that one thread reads at a time. What follows, the compiler's passes, threads do at the same time."""
 
     class InTurn(kind):
         def hash(self) -> Any:
-            with _reading:
+            with _reading.wait(turn):
                 return super().hash()
 
         def make_ir(self, *args: Any, **options: Any) -> Any:
-            with _reading:
+            with _reading.wait(turn):
                 return super().make_ir(*args, **options)
 
     return InTurn

@@ -10,8 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from typing import Any
 
 logger = logging.getLogger("tilewise")
@@ -67,6 +68,31 @@ def _built(key: str, build: Callable[[], Any], mine: "Future[Any]") -> Any:
     finally:
         with _process.lock:
             del _process.building[key]
+
+
+class Turns:
+    """A lock. Of those who wait for it, one with the lowest turn is next."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[int] = []
+        self._taken = False
+
+    @contextmanager
+    def wait(self, turn: int) -> Iterator[None]:
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                self._changed.wait_for(lambda: not self._taken and turn == min(self._waiting))
+                self._taken = True
+            finally:
+                self._waiting.remove(turn)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken = False
+                self._changed.notify_all()
 
 
 class Beside:
