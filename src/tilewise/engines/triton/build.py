@@ -18,8 +18,8 @@ FUNCTIONS = {
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 
-# Kernels whose source is read in no time, and those that take longest after it: the first are read first, then the second, then the others.
-SHORT, LONG = ("classify", "sums", "combine", "prepare_backward"), ("gradients", "hopper_forward")
+# Whose source is read first, where several are waiting: those that are read in no time, then those that take longest after it; the others last.
+READ_FIRST = ("classify", "sums", "combine", "prepare_backward", "gradients", "hopper_forward", "hopper_backward")
 # Triton reads a kernel's source in Python, which only one thread can do at a time anyway. Here they take turns, because Triton sets the process's
 # filters of warnings meanwhile, and because some versions of Python count the depth of all threads' syntax trees together (python/cpython#106905).
 _reading = builds.Turns()
@@ -44,13 +44,14 @@ def compiled(request: Request) -> dict[str, bytes]:
         signature[name] = _describe(kind, (position,), attributes, fixed, types)
     constants = {name: value.function() if isinstance(value, Generated) else value for name, value in request.constants}
     fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
-    turn = 0 if request.kernel in SHORT else 1 if request.kernel in LONG else 2
+    turn = READ_FIRST.index(request.kernel) if request.kernel in READ_FIRST else len(READ_FIRST)
     source = source_class(function, turn)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
     # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
     # So does what decides of whole tiles.
     scored = [kind for name, kind in request.signature if name in ("p_q", "p_do")]
     wide = any(kind.startswith("*fp32") for kind in scored) or request.kernel == "classify"
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
+    _hash_triton()
     kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
@@ -60,6 +61,13 @@ def compiled(request: Request) -> dict[str, bytes]:
         "boxes": [(m["block_size"], m["swizzle"]) for m in getattr(kernel.metadata, "tensordesc_meta", None) or ()],
     }  # fmt: skip
     return {"facts": json.dumps(facts).encode(), "cubin": kernel.asm["cubin"]}
+
+
+def _hash_triton() -> None:
+    """Triton hashes its whole installation before it first compiles, for a third of a second: of threads that begin together, one does."""
+    triton_key = getattr(triton.runtime.cache, "triton_key", None)  # versions before 3.5 have it elsewhere: there every thread does
+    if triton_key is not None:
+        builds.once("the hash of Triton", triton_key)
 
 
 def source_class(function: Any, turn: int) -> Any:
