@@ -1,5 +1,6 @@
 """Builds under way: once per kernel, several kernels at a time, what follows beside what is waited for; failures, interruptions, the end of the process."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -112,6 +113,14 @@ def test_what_follows_is_started_once_and_only_if_something_is_built() -> None:
     assert started == ["inner", "outer"]
 
 
+def test_a_start_that_fails_hurts_nobody() -> None:
+    def fail() -> None:
+        raise ValueError("no such kernel")
+
+    with Beside(fail):
+        announce()
+
+
 def test_a_background_failure_hurts_nobody_and_is_met_by_who_needs_the_kernel() -> None:
     def fail() -> str:
         raise ValueError("ptxas fell over")
@@ -144,6 +153,25 @@ def test_the_process_ends_at_once_while_builds_are_under_way() -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and errors == ""
     assert time.monotonic() - begin < 4
+
+
+FORKING = """
+import os, threading
+from tilewise.engines.triton.builds import in_background, once
+
+never = threading.Event()
+in_background(lambda: once("kernel", never.wait))
+child = os.fork()
+if child == 0:
+    os._exit(0 if once("kernel", lambda: "built") == "built" else 1)
+assert os.waitpid(child, 0)[1] == 0
+never.set()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_a_forked_process_waits_for_no_thread_it_does_not_have() -> None:
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)
 
 
 # -- the kernels of a call -------------------------------------------------------------------------------------------

@@ -113,8 +113,12 @@ class Beside:
 def announce() -> None:
     """A kernel is about to be built in this thread."""
     start, _upcoming.start = _upcoming.start, None
-    if start is not None:
+    if start is None:
+        return
+    try:
         start()
+    except Exception as error:  # what follows is built when it is wanted, and its error, if it is one, met there
+        logger.debug("what follows could not be built ahead: %s", error)
 
 
 def in_background(work: Callable[[], Any]) -> None:
