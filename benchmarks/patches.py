@@ -13,6 +13,7 @@ from common import Watch, arguments, progress, report, table
 
 import tilewise as tw
 from tilewise import masks
+from tilewise.engines.base import Engine
 from tilewise.order import best
 
 HEADS, HEAD_DIM = 4, 64
@@ -49,7 +50,7 @@ def main() -> None:
     watch = Watch(__file__)
     rows: list[list[str]] = []
     for shape, window in CASES:
-        strips, counts = best(shape, (window,) * len(shape), TILE)
+        strips, counts = best(shape, (window,) * len(shape), TILE, Engine.copies_worth)
         for dtype in DTYPES:
             name = f"{' x '.join(map(str, shape))}, window {window}, {dtype}"
             progress(name)

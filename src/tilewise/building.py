@@ -103,14 +103,14 @@ def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], 
     from tilewise.engines import gluon
     from tilewise.engines.triton import ahead
 
-    learned, mine = _learned(problem), _in_order(problem, "triton")
-    launches = ahead.forward_launches(mine) + (ahead.backward_launches(mine, learned) if backward else [])
+    mine = _in_order(problem, "triton")
+    launches = ahead.forward_launches(mine) + (ahead.backward_launches(mine, mine.learned) if backward else [])
     if arch == gluon.ARCHITECTURE and gluon.MISSING is None and gluon.refuse_problem(problem) is None:
         from tilewise.engines.gluon import ahead as hopper
 
         mine = _in_order(problem, "gluon")
         launches += hopper.forward_launches(mine)
-        if backward and gluon.refuse_backward(mine, bool(learned)) is None:
+        if backward and gluon.refuse_backward(mine, bool(mine.learned)) is None:
             launches += hopper.backward_launches(mine)
     return launches
 
@@ -132,7 +132,7 @@ def _for_cpu(problems: list[Problem], backward: bool) -> list[Build]:
     reason = missing()
     if reason is not None:
         raise BackendError(f"Could not compile flex_attention kernels: {reason}")
-    units = {unit: name for p in problems for name, unit in ahead.units(_in_order(p, CPP), backward, _learned(p))}
+    units = {unit: name for p in problems for name, unit in ahead.units(_in_order(p, CPP), backward, p.learned)}
     return [partial(ahead.build, name, unit) for unit, name in units.items()]
 
 
@@ -163,10 +163,6 @@ def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) ->
     query = torch.empty(1, HEADS, length if q_len == LENGTH else q_len, dim, dtype=dtype, device="meta")
     key = torch.empty(1, HEADS, length, dim, dtype=dtype, device="meta")
     return problem_of_call(query, key, key, mask, list(as_scores(score)) or None, Options(), "bhsd", None)[0]
-
-
-def _learned(problem: Problem) -> frozenset[int]:
-    return frozenset() if problem.score is None else frozenset(k for k, t in enumerate(problem.score.captures) if t.requires_grad)
 
 
 def _architecture(name: str | None) -> int:

@@ -23,7 +23,6 @@ from tilewise.problem import Problem
 
 # Widths of the strips that are tried, by axes of the grid. They stand in the kernels as numbers, so there are few of them.
 STRIPS: dict[int, tuple[tuple[int, ...], ...]] = {2: ((8,), (4,), (16,)), 3: ((4, 4), (2, 4), (2, 8), (1, 8), (8, 4))}
-WORTH = 256  # keys less for every query that pay for the copies of query, key, value and output. Measured on a CPU, estimated for GPUs
 COUNTED, GOLDEN = 64, 0.6180339887  # rows of tiles that are counted; steps that meet every part of a grid
 
 
@@ -110,7 +109,7 @@ def ordering(engine: Engine, problem: Problem) -> Ordering:
         return Ordering(None, "dropout is by place")
     if torch.compiler.is_compiling() and not _static((*grid.shape, *grid.window)):
         return Ordering(None, "torch.compile compiles for sizes that vary")
-    strips, counts = best(grid.shape, grid.window, tile)
+    strips, counts = best(grid.shape, grid.window, tile, engine.copies_worth)
     return Ordering(Order(grid.shape, strips) if strips else None, counts)
 
 
@@ -147,16 +146,16 @@ def _rewritten(order: Order, program: Program, ints: tuple[int, ...]) -> tuple[P
 # -- which order -------------------------------------------------------------------------------------------------------
 
 
-def best(shape: tuple[int, ...], window: tuple[int, ...], tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
-    """The strips that leave the fewest tiles, or none if they save too little; and the counts, in words."""
-    return _best(Grid(tuple(shape), tuple(window)), tile)
+def best(shape: tuple[int, ...], window: tuple[int, ...], tile: tuple[int, int], worth: int) -> tuple[tuple[int, ...], str]:
+    """The strips that leave the fewest tiles, or none if every query saves fewer keys than copies are `worth`; and the counts, in words."""
+    return _best(Grid(tuple(shape), tuple(window)), tile, worth)
 
 
 best._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
 
 
 @lru_cache(maxsize=256)
-def _best(grid: Grid, tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+def _best(grid: Grid, tile: tuple[int, int], worth: int) -> tuple[tuple[int, ...], str]:
     axes = len(grid.shape)
     before = tiles_touched(grid, (1,) * (axes - 1), tile)
     after, strips = min([(tiles_touched(grid, strips, tile), strips) for strips in STRIPS[axes]], key=lambda found: found[0])
@@ -164,7 +163,7 @@ def _best(grid: Grid, tile: tuple[int, int]) -> tuple[tuple[int, ...], str]:
     about = "" if ceil(prod(grid.shape) / tile[0]) <= COUNTED else "about "
     said = f"{about}{after} tiles of {tile[0]} x {tile[1]} in patches of {patch}, {before} row by row"
     saved = (before - after) * tile[0] * tile[1] / prod(grid.shape)
-    return (strips, said) if saved >= WORTH else ((), f"{said}: too little for the copies it takes")
+    return (strips, said) if saved >= worth else ((), f"{said}: too little for the copies it takes")
 
 
 def tiles_touched(grid: Grid, strips: tuple[int, ...], tile: tuple[int, int]) -> int:

@@ -94,6 +94,11 @@ class Problem:
         return [self.query, self.key, self.value, *captures, *([] if self.sinks is None else [self.sinks])]
 
     @property
+    def learned(self) -> frozenset[int]:
+        """The score's captures that want a gradient, by slot."""
+        return frozenset() if self.score is None else frozenset(k for k, t in enumerate(self.score.captures) if t.requires_grad)
+
+    @property
     def flops(self) -> int:
         """Of a forward in which everything is attended."""
         return 2 * self.batch * self.heads * self.q_len * self.kv_len * (self.head_dim + self.v_dim)

@@ -16,6 +16,7 @@ import tilewise as tw
 from tests.tiles.brute import check_map
 from tilewise import calls, masks, order, scores
 from tilewise.engines import engine_named
+from tilewise.engines.base import Engine
 from tilewise.lang import Call, evaluate, in_patches, trace_score
 from tilewise.masks import Grid, Mask
 from tilewise.order import STRIPS, Order, tiles_touched
@@ -149,7 +150,7 @@ def test_the_case_it_is_for() -> None:
     """128 x 128 tokens, windows of 13 x 13: a tile of half a row touches 26 others, a patch at most 9."""
     grid = Grid((128, 128), (13, 13))
     assert tiles_touched(grid, (1,), (64, 64)) == 26 * 256
-    strips, said = order.best(grid.shape, grid.window, (64, 64))
+    strips, said = order.best(grid.shape, grid.window, (64, 64), Engine.copies_worth)
     assert strips == (8,)
     assert "in patches of 8x8, 6656 row by row" in said
 
@@ -223,7 +224,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Order]]:
         taken.append(self)
         return original(self, call)
 
-    monkeypatch.setattr(order, "WORTH", -(10**9))
+    monkeypatch.setattr(Engine, "copies_worth", -(10**9))
     monkeypatch.setattr(Order, "rewritten", noted)
     order._best.cache_clear()
     calls.forget()
@@ -412,7 +413,7 @@ def test_one_function_on_two_grids(always: list[Order]) -> None:
 
 @pytest.fixture
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(order, "WORTH", -(10**9))
+    monkeypatch.setattr(Engine, "copies_worth", -(10**9))
     order._best.cache_clear()
     torch._dynamo.reset()
     yield

@@ -32,6 +32,7 @@ class Gradients:
 class Engine(ABC):
     name: str
     summary: str
+    copies_worth = 256  # keys that a query must be spared to pay for copies of query, key, value and output in another order: measured on a CPU
 
     @abstractmethod
     def refuse(self, problem: Problem) -> str | None:

@@ -59,7 +59,7 @@ class Workspace:
     """The gradients, and what the kernels of a backward hand each other."""
 
     def __init__(self, p: Problem) -> None:
-        self.dq, self.dk, self.dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
+        self.dq, self.dk, self.dv = (t.new_empty(t.shape) for t in (p.query, p.key, p.value))
         cut = backward_cut(p)
         heads, rows = p.batch * p.heads, padded_rows(p)
         self.delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)

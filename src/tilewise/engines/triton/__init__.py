@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.engines.triton.builds import Beside
 from tilewise.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,17 +30,23 @@ class KernelEngine(Engine):
     def kernels(self) -> Any:
         """The module that imports Triton."""
 
+    @abstractmethod
+    def soon(self) -> Any:
+        """The module that starts building what a call will want."""
+
     def forward(self, problem: Problem) -> Output:
-        if on_current_device(problem.device):
-            return self.kernels().forward(problem)
-        with torch.cuda.device(problem.device):
-            return self.kernels().forward(problem)
+        with Beside(lambda: self.soon().forward(problem)):
+            if on_current_device(problem.device):
+                return self.kernels().forward(problem)
+            with torch.cuda.device(problem.device):
+                return self.kernels().forward(problem)
 
     def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-        if on_current_device(problem.device):
-            return self.kernels().backward(problem, output, grad_out, grad_lse, wanted)
-        with torch.cuda.device(problem.device):
-            return self.kernels().backward(problem, output, grad_out, grad_lse, wanted)
+        with Beside(lambda: self.soon().backward(problem, wanted)):
+            if on_current_device(problem.device):
+                return self.kernels().backward(problem, output, grad_out, grad_lse, wanted)
+            with torch.cuda.device(problem.device):
+                return self.kernels().backward(problem, output, grad_out, grad_lse, wanted)
 
 
 class TritonEngine(KernelEngine):
@@ -71,6 +78,11 @@ class TritonEngine(KernelEngine):
 
     def kernels(self) -> Any:
         return _run()
+
+    def soon(self) -> Any:
+        from tilewise.engines.triton import soon
+
+        return soon
 
 
 @lru_cache(maxsize=1)

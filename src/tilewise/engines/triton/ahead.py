@@ -44,7 +44,7 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     own = {
         "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows, **run.shift_parts(p),
-        "p_dq": p.query, "p_dk": p.key, "p_dv": p.value, "p_seed": run.seed_of(p),
+        **{name: t.new_empty(t.shape) for name, t in (("p_dq", p.query), ("p_dk", p.key), ("p_dv", p.value))}, "p_seed": run.seed_of(p),
     }  # fmt: skip
     sums: Callable[[], list[Launch]] = lambda: [  # noqa: E731
         run.sums_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, **run.shift_parts(p)})
@@ -55,7 +55,7 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
         shares = fixed_point.zeros(p, wanted, run.wide(p))
         return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": shares}, wanted, *c))]
     gauged = fixed_point.gauges(p, wanted)
-    totals = fixed_point.totals(p, wanted, gauged.limits)
+    totals = fixed_point.Totals(fixed_point.zeros(p, wanted, torch.int64), gauged.limits.double())  # arithmetic without data makes torch import for seconds
     return [
         sums,
         _ladder(p, BACKWARD, lambda c: run.gauge_launch(p, own | {"score_g": gauged.arguments}, wanted, *c)),

@@ -87,19 +87,20 @@ def gradients(
     columns, s_columns, n_columns, rows, s_rows, n_rows,  # the map by key tiles and by query tiles, strides and counts as in the forward
     n_key_programs, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr,
-    DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
+    DROPOUT: tl.constexpr, FOLDED: tl.constexpr, KEYS: tl.constexpr,  # KEYS: there are key programs, too
     KEYS_M: tl.constexpr, KEYS_N: tl.constexpr, QUERIES_M: tl.constexpr, QUERIES_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     KEYS_STAGES: tl.constexpr, KEYS_MASKED_STAGES: tl.constexpr, QUERIES_STAGES: tl.constexpr, QUERIES_MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    if pid < n_key_programs:
-        keys(
-            pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
-            columns, s_columns, n_columns, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
-            KEYS_STAGES, KEYS_MASKED_STAGES)  # fmt: skip
-    else:
+    if KEYS:
+        if pid < n_key_programs:
+            keys(
+                pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
+                columns, s_columns, n_columns, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
+                KEYS_STAGES, KEYS_MASKED_STAGES)  # fmt: skip
+    if pid >= n_key_programs:
         queries(
             pid - n_key_programs, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, rows, s_rows, n_rows,
             n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,

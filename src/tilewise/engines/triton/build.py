@@ -2,15 +2,12 @@
 
 import json
 import re
-import sys
-import threading
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilewise.engines.triton import backward, classify, decode, forward
+from tilewise.engines.triton import backward, builds, classify, decode, forward
 from tilewise.engines.triton.driver import TENSOR_MAP
 from tilewise.engines.triton.launch import Block, Request
 from tilewise.engines.triton.modules import Generated
@@ -21,9 +18,11 @@ FUNCTIONS = {
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 
-# These versions of Python count the depth of all threads' syntax trees together (python/cpython#106905), so only one may compile at a time.
-MISCOUNTS = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
-_alone: AbstractContextManager[Any] = threading.Lock() if MISCOUNTS else nullcontext()
+# Whose source is read first, where several are waiting: those that are read in no time, then those that take longest after it; the others last.
+READ_FIRST = ("classify", "sums", "combine", "prepare_backward", "gradients", "hopper_forward", "hopper_backward")
+# Triton reads a kernel's source in Python, which only one thread can do at a time anyway. Here they take turns, because Triton sets the process's
+# filters of warnings meanwhile, and because some versions of Python count the depth of all threads' syntax trees together (python/cpython#106905).
+_reading = builds.Turns()
 
 
 def function_named(kernel: str) -> Any:
@@ -45,14 +44,15 @@ def compiled(request: Request) -> dict[str, bytes]:
         signature[name] = _describe(kind, (position,), attributes, fixed, types)
     constants = {name: value.function() if isinstance(value, Generated) else value for name, value in request.constants}
     fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = source_class(function)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
+    turn = READ_FIRST.index(request.kernel) if request.kernel in READ_FIRST else len(READ_FIRST)
+    source = source_class(function, turn)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
     # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
     # So does what decides of whole tiles.
     scored = [kind for name, kind in request.signature if name in ("p_q", "p_do")]
     wide = any(kind.startswith("*fp32") for kind in scored) or request.kernel == "classify"
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
-    with _alone:
-        kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
+    _hash_triton()
+    kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
     facts = {
@@ -63,13 +63,35 @@ def compiled(request: Request) -> dict[str, bytes]:
     return {"facts": json.dumps(facts).encode(), "cubin": kernel.asm["cubin"]}
 
 
-def source_class(function: Any) -> Any:
+def _hash_triton() -> None:
+    """Triton hashes its whole installation before it first compiles, for a third of a second: of threads that begin together, one does."""
+    triton_key = getattr(triton.runtime.cache, "triton_key", None)  # versions before 3.5 have it elsewhere: there every thread does
+    if triton_key is not None:
+        builds.once("the hash of Triton", triton_key)
+
+
+def source_class(function: Any, turn: int) -> Any:
     """Kernels in Gluon and in plain Triton are read differently."""
     if function in FUNCTIONS.values() or not function.is_gluon():
-        return triton.compiler.ASTSource
+        return _in_turn(triton.compiler.ASTSource, turn)
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    return GluonASTSource
+    return _in_turn(GluonASTSource, turn)
+
+
+def _in_turn(kind: Any, turn: int) -> Any:
+    """A kind of source that one thread reads at a time. What follows, the compiler's passes, threads do at the same time."""
+
+    class InTurn(kind):
+        def hash(self) -> Any:
+            with _reading.wait(turn):
+                return super().hash()
+
+        def make_ir(self, *args: Any, **options: Any) -> Any:
+            with _reading.wait(turn):
+                return super().make_ir(*args, **options)
+
+    return InTurn
 
 
 def _describe(kind: Any, place: tuple[int, ...], attributes: dict[Any, Any], fixed: dict[Any, Any], types: list[str]) -> Any:

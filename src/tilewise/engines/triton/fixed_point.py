@@ -58,7 +58,7 @@ def gradient(slot: int, found: Totals, gauged: Gauges) -> Tensor:
 def zeros(p: Problem, wanted: frozenset[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """One per capture; those whose gradient nobody wants stand in as they are."""
     assert p.score is not None
-    return tuple([torch.zeros_like(t, dtype=dtype) if k in wanted else t for k, t in enumerate(p.score.captures)])
+    return tuple([t.new_zeros(t.shape, dtype=dtype) if k in wanted else t for k, t in enumerate(p.score.captures)])
 
 
 def _count(p: Problem) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise import store
 from tilewise._version import __version__
-from tilewise.engines.triton import interpreted
+from tilewise.engines.triton import builds, interpreted
 from tilewise.engines.triton.driver import Box, Kernel, OutOfSharedMemory, current_stream, enter_context
 from tilewise.engines.triton.modules import Generated
 
@@ -235,10 +235,11 @@ def key_of(request: Request) -> str:
 
 
 def _load(key: Any, request: Request, device: int) -> Kernel:
+    parts = parts_of(request)
     with _lock:
         found = _kernels.get(key)
         if found is None:
-            found = _kernels[key] = _loaded(parts_of(request), request, device)
+            found = _kernels[key] = _loaded(parts, request, device)
         return found
 
 
@@ -252,13 +253,20 @@ def _loaded(parts: dict[str, bytes], request: Request, device: int) -> Kernel:
 
 def parts_of(request: Request) -> dict[str, bytes]:
     """The compiled kernel: from the store, or built and put there."""
+    key = key_of(request)
 
     def build() -> dict[str, bytes]:
         from tilewise.engines.triton.build import compiled
 
+        builds.announce()
         return compiled(request)
 
-    parts, built = store.find_or_build(key_of(request), build)
-    Counts.built += built
-    Counts.loaded += not built
-    return parts
+    def find() -> dict[str, bytes]:
+        parts, built = store.find_or_build(key, build)
+        with _lock:
+            Counts.built += built
+            Counts.loaded += not built
+        return parts
+
+    found: dict[str, bytes] = builds.once(key, find)
+    return found

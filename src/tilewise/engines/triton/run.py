@@ -266,7 +266,8 @@ def gauge_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], keys: 
     """The query programs alone, measuring shares instead of adding them. What they write to dQ is written again."""
     whole = gradients_launch(p, own, wanted, keys, queries)
     programs = whole.programs - whole.rest["n_key_programs"]
-    return whole._replace(programs=programs, rest=whole.rest | {"n_key_programs": 0}, constants=whole.constants | {"SCATTER": gauge_of(p, wanted)})
+    constants = whole.constants | {"SCATTER": gauge_of(p, wanted), "KEYS": False}
+    return whole._replace(programs=programs, rest=whole.rest | {"n_key_programs": 0}, constants=constants)
 
 
 def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], keys: Config, queries: Config) -> Launch:
@@ -284,7 +285,7 @@ def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], ke
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": rows.mapped,
-            "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, **size_constants(p),
+            "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, "KEYS": True, **size_constants(p),
             "KEYS_M": keys.m, "KEYS_N": keys.n, "QUERIES_M": queries.m, "QUERIES_N": queries.n,
             "KEYS_STAGES": keys.stages, "KEYS_MASKED_STAGES": keys.masked_stages,
             "QUERIES_STAGES": queries.stages, "QUERIES_MASKED_STAGES": queries.masked_stages,

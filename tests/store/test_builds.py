@@ -1,0 +1,273 @@
+"""Builds under way: once per kernel, several kernels at a time, what follows beside what is waited for; failures, interruptions, the end of the process."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tilewise import masks, scores
+from tilewise.engines.gluon import MISSING as NO_GLUON
+from tilewise.engines.triton import MISSING, builds
+from tilewise.engines.triton.builds import Beside, Turns, announce, in_background, once
+from tilewise.problem import Options, Problem, make_problem
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    latest = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < latest
+        time.sleep(0.01)
+
+
+# -- once ------------------------------------------------------------------------------------------------------------
+
+
+def test_of_eight_threads_one_builds() -> None:
+    calls: list[int] = []
+
+    def build() -> str:
+        calls.append(1)
+        time.sleep(0.2)
+        return "kernel"
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [f.result() for f in [pool.submit(once, "eight", build) for _ in range(8)]] == ["kernel"] * 8
+    assert len(calls) == 1 and not builds._process.building
+
+
+def test_who_waits_gets_the_error_and_who_comes_later_builds_again() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fail() -> str:
+        begun.set()
+        go_on.wait()
+        raise ValueError("ptxas fell over")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(once, "error", fail)
+        begun.wait()
+        second = pool.submit(once, "error", lambda: "kernel")
+        time.sleep(0.1)
+        go_on.set()
+        for waiting in (first, second):
+            with pytest.raises(ValueError, match="ptxas fell over"):
+                waiting.result()
+    assert once("error", lambda: "kernel") == "kernel"
+
+
+def test_who_waits_for_an_interrupted_build_builds_itself() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def interrupted() -> str:
+        begun.set()
+        go_on.wait()
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(once, "interrupted", interrupted)
+        begun.wait()
+        second = pool.submit(once, "interrupted", lambda: "kernel")
+        time.sleep(0.1)
+        go_on.set()
+        with pytest.raises(KeyboardInterrupt):
+            first.result()
+        assert second.result() == "kernel"
+
+
+def test_turns_are_taken_one_at_a_time_in_their_order() -> None:
+    turns, order = Turns(), list[int]()
+
+    def take(turn: int) -> None:
+        with turns.wait(turn):
+            order.append(turn)
+            time.sleep(0.01)
+            order.append(turn)
+
+    with ThreadPoolExecutor(6) as pool, turns.wait(0):
+        taken = [pool.submit(take, turn) for turn in (2, 1, 0, 2, 1, 0)]
+        wait_for(lambda: len(turns._waiting) == 6)
+    assert all(t.result() is None for t in taken)
+    assert order == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
+# -- beside and in the background ------------------------------------------------------------------------------------
+
+
+def test_what_follows_is_started_once_and_only_if_something_is_built() -> None:
+    started: list[str] = []
+    with Beside(lambda: started.append("outer")):
+        with Beside(lambda: started.append("inner")):
+            announce()
+            announce()
+        assert started == ["inner"]
+        announce()
+    announce()
+    with Beside(lambda: started.append("nothing built")):
+        pass
+    assert started == ["inner", "outer"]
+
+
+def test_a_start_that_fails_hurts_nobody() -> None:
+    def fail() -> None:
+        raise ValueError("no such kernel")
+
+    with Beside(fail):
+        announce()
+
+
+def test_a_background_failure_hurts_nobody_and_is_met_by_who_needs_the_kernel() -> None:
+    def fail() -> str:
+        raise ValueError("ptxas fell over")
+
+    in_background(lambda: once("background", fail))
+    wait_for(lambda: not builds._process.threads)
+    with pytest.raises(ValueError, match="ptxas fell over"):
+        once("background", fail)
+
+
+ENDING = """
+import sys, time
+from tilewise.engines.triton.builds import in_background, once
+
+def compile():
+    print("building", flush=True)
+    while True:  # a compiler's passes, from one to the next
+        time.sleep(0.05)
+
+in_background(lambda: once("kernel", compile))
+in_background(lambda: once("kernel", compile))  # waits for the other
+time.sleep(0.3)
+"""
+
+
+def test_the_process_ends_at_once_while_builds_are_under_way() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ENDING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "building\n"
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and errors == ""
+    assert time.monotonic() - begin < 4
+
+
+FORKING = """
+import os, threading
+from tilewise.engines.triton.builds import in_background, once
+
+never = threading.Event()
+in_background(lambda: once("kernel", never.wait))
+child = os.fork()
+if child == 0:
+    os._exit(0 if once("kernel", lambda: "built") == "built" else 1)
+assert os.waitpid(child, 0)[1] == 0
+never.set()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_a_forked_process_waits_for_no_thread_it_does_not_have() -> None:
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)
+
+
+# -- the kernels of a call -------------------------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+LAYOUTS = {
+    "bhsd": lambda heads, dim: torch.zeros(2, heads, 256, dim, dtype=torch.bfloat16, requires_grad=True),
+    "bshd": lambda heads, dim: torch.zeros(2, 256, heads, dim, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2),
+    "odd strides": lambda heads, dim: torch.zeros(2, heads, 256, dim + 3, dtype=torch.bfloat16, requires_grad=True)[..., :dim],
+}
+
+
+def problem(layout: str = "bhsd", mask: object = None, dim: int = 64, score: object = None, **options: object) -> Problem:
+    make = LAYOUTS[layout]
+    return make_problem(make(4, dim), make(2, dim), make(2, dim), mask, score, Options(enable_gqa=True, **options))[0]  # type: ignore[arg-type]
+
+
+@needs_triton
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name: a forward and a backward in which no kernel really starts, and the same problem without its data."""
+    from tilewise.engines.triton import ahead, run, soon
+    from tilewise.engines.triton.launch import Launch, key_of, request_of
+
+    started: list[str] = []
+
+    class Nothing:
+        def start(self, own: dict[str, object]) -> None: ...
+
+    def prepare(launch: Launch, device: torch.device) -> Nothing:
+        started.append(key_of(request_of(launch, 90)))
+        return Nothing()
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    p = problem(layout, score=scores.relative_bias(torch.zeros(4, 511, requires_grad=True)), deterministic=deterministic)
+    wanted = soon.wanted_of(p)
+    assert wanted == frozenset({0})
+    with torch.no_grad():
+        output = run.forward(p)
+        run.backward(p, output, torch.empty_like(output.out), None, wanted)
+    data_free = soon.on_meta(p)
+    launches = ahead.forward_launches(data_free) + ahead.backward_launches(data_free, wanted)
+    assert [key_of(request_of(launches()[0], 90)) for launches in launches] == started
+
+
+@needs_triton
+def test_without_gradients_no_backward_is_built() -> None:
+    from tilewise.engines.triton import soon
+
+    plain = problem()
+    plain = plain.with_tensors(query=plain.query.detach(), key=plain.key.detach(), value=plain.value.detach())
+    assert soon.wanted_of(plain) is None
+    with torch.inference_mode():
+        assert soon.wanted_of(problem()) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON)))])
+def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the compiler is real; nothing is stored."""
+    from tilewise import store
+    from tilewise.engines.registry import engine_named
+    from tilewise.engines.triton import build, soon
+    from tilewise.engines.triton.launch import Request, parts_of, request_of
+
+    built: list[str] = []
+
+    def compiled(request: Request) -> dict[str, bytes]:
+        built.append(request.kernel)
+        return {"facts": b'{"shared": 0}', "cubin": b""}
+
+    monkeypatch.setattr(build, "compiled", compiled)
+    monkeypatch.setattr(store, "write", lambda key, parts: None)
+    monkeypatch.setattr(store, "read", lambda key: None)
+    monkeypatch.setattr(soon, "architecture", lambda device: 90)
+    p = problem(mask=masks.causal)
+    soon_of = engine_named(engine).soon()  # type: ignore[attr-defined]
+    launch = soon.ahead.map_launches(soon.on_meta(p))[0]()[0]
+    with Beside(lambda: soon_of.forward(p)):
+        parts_of(request_of(launch, 90))
+    wait_for(lambda: not builds._process.threads)
+    follow = {"triton": {"forward", "sums", "gradients"}, "gluon": {"hopper_forward", "mend_forward", "prepare_backward", "hopper_backward", "finish_backward"}}
+    assert set(built) == {"classify"} | follow[engine]
+
+
+@needs_triton
+def test_kernels_are_compiled_at_the_same_time_and_warnings_stay_as_they_were() -> None:
+    import warnings
+
+    from tilewise.engines.triton import ahead, build, soon
+    from tilewise.engines.triton.launch import request_of
+
+    p = soon.on_meta(problem(mask=lambda b, h, q, kv: q * 5 >= kv * 3, dim=32))
+    requests = [request_of(make()[0], 90) for make in ahead.forward_launches(p) + ahead.backward_launches(p, frozenset())]
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(parts["cubin"] for parts in pool.map(build.compiled, requests))
+    assert list(warnings.filters) == before
