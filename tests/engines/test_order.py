@@ -447,7 +447,9 @@ def test_compiled(shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("always_compiled")
 def test_compiled_for_sizes_that_vary() -> None:
     """One graph serves them all, in the order given: how many tiles there are is not known while compiling."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda mask, q, k, v: tw.attention(q, k, v, mask=mask, backend="cpp"), fullgraph=True, backend=counter)
     for shape in ((16, 24), (17, 22), (30, 12), (9, 40)):
         inputs, mask = tensors(prod(shape)), masks.neighborhood(shape, 5)
