@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewise.engines.triton import config
 from tilewise.engines.triton.careful import key_rows, query_rows, weightless
-from tilewise.engines.triton.steps import final_scores, full_runs, kept, load_rows, mask_decides, masked_runs, run_of, store_rows, unit, unsound
+from tilewise.engines.triton.steps import final_scores, full_runs, kept, load_rows, mask_decides, masked_runs, rows_product, run_of, store_rows, unit, unsound
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def keys_step(
     b_do = load_rows(p_do + first * s_do[2], s_do, n_left, M, DV, DV_TRUE, MASKED)
     if UPCAST:
         b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
-    b_raw = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [N, M]
+    b_raw = rows_product(b_k, b_q, PRECISION)  # [N, M]
     seen_q = tl.minimum(o_q, n_q - 1)[None, :]
     if FOLDED and SLOPE is None:  # no score, or one that only adds: the shift is -lse / scale, before it
         b_s = shifted(b_raw, b_w, p_lse_parts, o_bh + first, n_left, M, UPCAST, MASKED)
@@ -231,7 +231,7 @@ def keys_step(
     if not FOLDED:
         b_s -= weightless(tl.load(p_lse + o_bh + o_q, mask=o_q < n_q, other=0.0))[None, :]
     b_p = tl.exp2(b_s)
-    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+    b_dp = rows_product(b_v, b_do, PRECISION)
     b_pd = b_p
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[None, :], o_kv[:, None])
@@ -347,11 +347,11 @@ def queries_step(
     if UPCAST:
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     o_kv = i_kv * N + tl.arange(0, N)
-    b_raw = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
+    b_raw = rows_product(b_q, b_k, PRECISION)  # [M, N]
     i_q = tl.minimum(o_q, n_q - 1)[:, None]
     b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse[:, None])
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_dp = rows_product(b_do, b_v, PRECISION)
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)

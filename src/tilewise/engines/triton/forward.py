@@ -10,7 +10,20 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import finish, forward_rows
-from tilewise.engines.triton.steps import drop, final_scores, full_runs, load_rows, lost, mask_decides, masked_runs, run_of, store_rows, unit, unsound
+from tilewise.engines.triton.steps import (
+    drop,
+    final_scores,
+    full_runs,
+    load_rows,
+    lost,
+    mask_decides,
+    masked_runs,
+    rows_product,
+    run_of,
+    store_rows,
+    unit,
+    unsound,
+)
 
 
 @triton.jit
@@ -106,7 +119,7 @@ def attend(
     b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE, MASKED)
     if UPCAST:
         b_k = b_k.to(tl.float32)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [M, N]
+    b_s = rows_product(b_q, b_k, PRECISION)  # [M, N]
     o_kv = i_kv * N + tl.arange(0, N)
     i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
     b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)

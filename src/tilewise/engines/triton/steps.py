@@ -80,6 +80,20 @@ def mask_decides(tiles, row, run, GIVEN: tl.constexpr):
         return -1
 
 
+LONGEST_SUM: tl.constexpr = tl.constexpr(128)
+
+
+@triton.jit
+def rows_product(b_x, b_y, PRECISION: tl.constexpr):
+    """x y^T. A sum in 32 bits over a long head dim is cut in two, again and again: its error grows with the length."""
+    if PRECISION == "ieee" and b_x.dtype == tl.float32 and b_x.shape[1] > LONGEST_SUM:
+        b_x0, b_x1 = tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
+        b_y0, b_y1 = tl.split(b_y.reshape(b_y.shape[0], b_y.shape[1] // 2, 2))
+        return rows_product(b_x0, b_y0, PRECISION) + rows_product(b_x1, b_y1, PRECISION)
+    else:
+        return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+
+
 @triton.jit
 def final_scores(
     b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
