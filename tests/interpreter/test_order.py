@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import masks, order, scores
+from tilewise import masks, scores
+from tilewise.engines.base import Engine
 
 
 @pytest.mark.parametrize(("shape", "window"), [((16, 24), 5), ((13, 9), 5), ((6, 5, 7), 3)], ids=str)
 def test_equals_the_reference(shape: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WORTH", -(10**9))
+    monkeypatch.setattr(Engine, "copies_worth", -(10**9))
     order._best.cache_clear()
     inputs, mask = [torch.randn((1, 2, prod(shape), 16), requires_grad=True) for _ in range(3)], masks.neighborhood(shape, window)
     assert tw.explain(*inputs, mask=mask, backend="triton").order.startswith("by patches")
