@@ -226,10 +226,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Order]]:
 
     monkeypatch.setattr(Engine, "copies_worth", -(10**9))
     monkeypatch.setattr(Order, "rewritten", noted)
-    order._best.cache_clear()
     calls.forget()
     yield taken
-    order._best.cache_clear()
     calls.forget()
 
 
@@ -414,10 +412,8 @@ def test_one_function_on_two_grids(always: list[Order]) -> None:
 @pytest.fixture
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Engine, "copies_worth", -(10**9))
-    order._best.cache_clear()
     torch._dynamo.reset()
     yield
-    order._best.cache_clear()
 
 
 @pytest.mark.usefixtures("always_compiled")
