@@ -5,7 +5,7 @@ import torch
 
 from tilewise import masks
 from tilewise.engines.gluon import MISSING
-from tilewise.problem import Options, make_problem
+from tilewise.problem import Options, Problem, make_problem
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -57,3 +57,17 @@ def unpacked(words: torch.Tensor, columns: int) -> torch.Tensor:
     """[rows, columns] of bits: column 8 j + 2 c + e is bit 2 j + e of word c."""
     column = torch.arange(columns)
     return (words[:, column % 8 // 2] >> (column // 8 * 2 + column % 2)) & 1 != 0
+
+
+def test_too_many_stencils_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tiles in which the mask decides count, and nothing is looked at while all of them together would be few."""
+    from tilewise.engines.gluon import maps
+
+    def problem(mask: object) -> Problem:
+        query = torch.empty(1, 1, 400, 64, dtype=torch.bfloat16)
+        return make_problem(query, query, query, mask, None, Options())[0]
+
+    causal, full = problem(masks.causal), problem(MASKS["everything"])
+    assert not maps.too_many_stencils(causal) and not maps.too_many_stencils(problem(None))
+    monkeypatch.setattr(maps, "LARGEST", 1)
+    assert maps.too_many_stencils(causal) and not maps.too_many_stencils(full)
