@@ -3,13 +3,15 @@
 A call is known by everything those depend on: shapes, strides, dtypes, options, and its mask and score functions. A function is
 known by its code and by what its closure, defaults and globals hold: numbers by value, tensors by identity and place. What
 cannot be known that way (an object with attributes, a list, a function that computes with tensors while it is traced) is not
-remembered, and such a call takes the long way every time. Tensors are held weakly: nothing here keeps one alive.
+remembered, and such a call takes the long way every time. Tensors are held weakly: nothing here keeps one alive, and what was
+remembered of a call goes when one of its tensors has gone.
 """
 
 import math
 import operator
 import threading
 import weakref
+from collections import deque
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -57,6 +59,7 @@ class Known(NamedTuple):
 
 
 _calls: dict[Any, Known] = {}  # oldest first
+_gone: deque[Any] = deque()  # keys of calls that lost a tensor
 _lock = threading.Lock()
 
 
@@ -182,17 +185,29 @@ def remember(seen: Sight, engine: Engine, problem: Problem, choice: Choice, mask
         return
     bare = problem.with_tensors(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
     known = Known(
-        engine, bare, choice, mask_name, tuple([weakref.ref(t) for t in seen.held]),
+        engine, bare, choice, mask_name, tuple([weakref.ref(t, partial(_lost, seen.key)) for t in seen.held]),
         () if problem.mask is None or problem.tiles is not None else tuple([places[id(t)] for t in problem.mask.captures]),
         () if problem.score is None else tuple([places[id(t)] for t in problem.score.captures]),
         None if problem.sinks is None else places[id(problem.sinks)],
         None if problem.tiles is None else places[id(problem.tiles)],
     )  # fmt: skip
     with _lock:
+        while _gone:  # not in the callback, which may come at any moment
+            _drop_if_gone(_gone.popleft())
         _calls.pop(seen.key, None)
         _calls[seen.key] = known
         if len(_calls) > MOST_CALLS:
             _calls.pop(next(iter(_calls)))  # the oldest
+
+
+def _lost(key: Any, _: weakref.ref[Any]) -> None:
+    _gone.append(key)
+
+
+def _drop_if_gone(key: Any) -> None:
+    known = _calls.get(key)
+    if known is not None and any([ref() is None for ref in known.held]):  # else another call has its place
+        del _calls[key]
 
 
 def _bare(call: Call | None) -> Call | None:

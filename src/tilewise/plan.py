@@ -6,7 +6,7 @@ tensor changed in place or replaced gives a new map, and an unchanged one is nev
 
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +27,14 @@ class _Kept(NamedTuple):
 
 
 class MapCache:
-    """The most recently used maps. Captured tensors are held weakly: the cache keeps none of them alive."""
+    """The most recently used maps. Captured tensors are held weakly: the cache keeps none of them alive, and no map that lost one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.built = 0  # how many maps were really built; tests count
         self._lock = threading.Lock()
         self._maps: OrderedDict[Any, _Kept] = OrderedDict()
+        self._gone: deque[Any] = deque()  # keys of maps that lost a tensor
 
     def get(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None = None) -> TileMap:
         if any(t.is_inference() for t in call.captures):  # their changes leave no trace, so nothing may be remembered
@@ -64,8 +65,13 @@ class MapCache:
         return cut
 
     def _keep(self, key: Any, tensors: tuple[torch.Tensor, ...], tile_map: TileMap) -> None:
+        refs = tuple(weakref.ref(t, lambda _: self._gone.append(key)) for t in tensors)
         with self._lock:
-            self._maps[key] = _Kept(tuple(weakref.ref(t) for t in tensors), tile_map.geometry, tile_map.partial, tile_map.full, tile_map.derived)
+            while self._gone:  # not in the callback, which may come at any moment
+                found = self._maps.get(lost := self._gone.popleft())
+                if found is not None and any(ref() is None for ref in found.captures):  # else another map has its place
+                    del self._maps[lost]
+            self._maps[key] = _Kept(refs, tile_map.geometry, tile_map.partial, tile_map.full, tile_map.derived)
             while len(self._maps) > self.size:
                 self._maps.popitem(last=False)
 

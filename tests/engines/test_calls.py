@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import calls, masks, scores
+from tilewise.plan import maps
 
 window = 3  # a global that a mask looks at
 
@@ -185,6 +186,20 @@ def test_nothing_is_kept_alive() -> None:
     held = call()
     gc.collect()
     assert held() is None
+
+
+def test_what_was_made_for_a_tensor_goes_with_it() -> None:
+    """A training loop that brings new documents every step keeps the maps and the packed arguments of the last few, not of hundreds."""
+    query = torch.randn(1, 1, 64, 16)
+    maps.clear()
+    calls.forget()
+    for step in range(20):
+        ids = torch.arange(64) // (step + 2)
+        tw.attention(query, query, query, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv], backend="blocked")
+        del ids
+        gc.collect()
+    assert len(maps._maps) <= 2 and len(calls._calls) <= 2
+
 
 
 def test_old_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

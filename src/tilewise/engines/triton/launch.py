@@ -91,10 +91,20 @@ class Prepared:
         self._programs = launch.programs
         self._image = kernel.image(*own_tensors(launch.own), rest)
         self._device = device
-        self._kept = [v for name, v in launch.rest.items() if name in MAPS]  # addresses of these are among the arguments
+        self._kept = [t for name, v in launch.rest.items() if name in MAPS for t in v if t is not None]  # addresses of these are among the arguments
+        self._streams: set[int] = set()
 
     def start(self, own: dict[str, Any]) -> None:
-        self._kernel.start(self._programs, current_stream(self._device), self._image, *own_tensors(own))
+        stream = current_stream(self._device)
+        if stream not in self._streams:
+            self._used_on(stream)
+        self._kernel.start(self._programs, stream, self._image, *own_tensors(own))
+
+    def _used_on(self, stream: int) -> None:
+        """A map may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it."""
+        for t in self._kept:
+            t.record_stream(torch.cuda.current_stream(self._device))
+        self._streams.add(stream)
 
 
 class Interpreted:
