@@ -1,6 +1,6 @@
-"""tilewise beside its peers on one GPU, in one run: dense and causal, programmed masks and scores, decoding, memory, cold starts; its tile maps.
+"""tilewise beside its peers on one GPU, in one run: dense and causal, grouped heads, programmed masks and scores, decoding, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [masks] [decode] [host] [maps] [memory] [cold] [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER]
+    python benchmarks/gpu.py [dense] [grouped] [masks] [decode] [host] [maps] [memory] [cold] [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
 order, and every figure is the median of several turns, because a card at its power limit moves by a few percent with what ran before.
@@ -93,10 +93,10 @@ def row(title: str, peers: list[Peer], inputs: tuple[Tensor, ...], flops: float,
     return cells
 
 
-def sdpa(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
+def sdpa(backend: SDPBackend, causal: bool, **options: Any) -> Callable[..., Tensor]:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)
 
     return forward
 
@@ -148,9 +148,9 @@ def our_names(args: argparse.Namespace) -> list[str]:
     return [f"tilewise {engine}" for engine in args.engines]
 
 
-def ours(args: argparse.Namespace, mask: Any, score: Any) -> list[Peer]:
+def ours(args: argparse.Namespace, mask: Any, score: Any, **options: Any) -> list[Peer]:
     def forward(engine: str) -> Callable[..., Tensor]:
-        return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, score=score, backend=engine)
+        return lambda q, k, v: tilewise.attention(q, k, v, mask=mask, score=score, backend=engine, **options)
 
     return [Peer(f"tilewise {engine}", forward(engine)) for engine in args.engines]
 
@@ -175,6 +175,20 @@ def dense(args: argparse.Namespace) -> list[list[str]]:
                     peers.append(Peer("FA3", lambda q, k, v, causal=causal: fa3(q, k, v, causal, -1), tokens_first=True))
                 flops = 4 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
                 table.append(row(f"{'causal' if causal else 'full'} D{dim} S{length}", peers, inputs, flops, rep=args.rep))
+    return table
+
+
+def grouped(args: argparse.Namespace) -> list[list[str]]:
+    """Query heads that share key heads, beside as many of each: the work is the same."""
+    fa3 = flash3(args.fa3) if args.fa3 else None
+    batch, heads, length, dim = 2, 32, 8192, 128
+    table = [["causal, B2 S8192 D128 (forward / backward TFLOP/s)", *our_names(args), "cuDNN", *(["FA3"] if fa3 else [])]]
+    for kv_heads in (32, 8):
+        peers = [*ours(args, masks.causal, None, enable_gqa=True), Peer("cuDNN", sdpa(SDPBackend.CUDNN_ATTENTION, True, enable_gqa=True))]
+        if fa3:
+            peers.append(Peer("FA3", lambda q, k, v: fa3(q, k, v, True, -1), tokens_first=True))
+        flops = 2 * batch * heads * length * length * dim
+        table.append(row(f"{heads} heads on {kv_heads}", peers, tensors(batch, heads, length, dim, kv_heads), flops, rep=args.rep))
     return table
 
 
@@ -344,7 +358,7 @@ def memory(args: argparse.Namespace) -> list[list[str]]:
         return torch_flex(masks.causal, None, length)(q, k, v)  # its block mask counts, as our map does
 
     peers: dict[str, Callable[..., Tensor]] = {
-        f"tilewise {args.engines[0]}": lambda q, k, v: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engines[0]),
+        **{peer.name: peer.forward for peer in ours(args, masks.causal, None)},
         "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, True),
         "FA2": sdpa(SDPBackend.FLASH_ATTENTION, True),
         "torch flex": flex,
@@ -375,7 +389,7 @@ def peak_growth(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> i
 def cold(args: argparse.Namespace) -> list[list[str]]:
     """How long a mask and score that nobody has seen take to the end of their first backward; then again from what was stored."""
     table = [["first forward + backward of a new (mask, score) in a fresh process, B1 H16 S4096 D128", "nothing stored (s)", "stored (s)"]]
-    for name in (args.engines[0], "torch flex"):
+    for name in (*args.engines, "torch flex"):
         with tempfile.TemporaryDirectory() as folder:
             seconds = [in_subprocess(Path(__file__), "cold_seconds", name, folder) for _ in range(2)]
         table.append([name, *[f"{s:.1f}" for s in seconds]])
@@ -408,7 +422,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["dense", "masks", "decode", "host", "maps", "memory", "cold"]
+    names = ["dense", "grouped", "masks", "decode", "host", "maps", "memory", "cold"]
     parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     own = ["gluon", "triton"] if hopper else ["triton"]
@@ -424,7 +438,7 @@ def main() -> None:
         parser.error("no NVIDIA GPU here, or a torch without CUDA; benchmarks/cpu.py and benchmarks/anywhere.py need none")
     args.rep = 40 if args.quick else 100
     args.lengths = args.lengths or ([8192] if args.quick else [2048, 8192, 16384])
-    parts = {"dense": dense, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
+    parts = {"dense": dense, "grouped": grouped, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
     command = "python " + " ".join("FOLDER" if word == args.fa3 else word for word in sys.argv)
