@@ -1,6 +1,7 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, grouped heads, programmed masks and scores, decoding, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [grouped] [masks] [decode] [host] [maps] [memory] [cold] [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER]
+    python benchmarks/gpu.py [dense] [grouped] [masks] [decode] [host] [maps] [memory] [cold]
+                             [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
 order, and every figure is the median of several turns, because a card at its power limit moves by a few percent with what ran before.
