@@ -80,16 +80,16 @@ def mask_decides(tiles, row, run, GIVEN: tl.constexpr):
         return -1
 
 
-LONGEST_SUM: tl.constexpr = tl.constexpr(128)
+LONG, PARTS = tl.constexpr(128), tl.constexpr(64)
 
 
 @triton.jit
-def rows_product(b_x, b_y, PRECISION: tl.constexpr):
-    """x y^T. A sum in 32 bits over a long head dim is cut in two, again and again: its error grows with the length."""
-    if PRECISION == "ieee" and b_x.dtype == tl.float32 and b_x.shape[1] > LONGEST_SUM:
+def rows_product(b_x, b_y, PRECISION: tl.constexpr, LONGEST: tl.constexpr = LONG):
+    """x y^T. A sum in 32 bits over a head dim longer than LONG is cut in two, again and again, into PARTS: its error grows with the length."""
+    if PRECISION == "ieee" and b_x.dtype == tl.float32 and b_x.shape[1] > LONGEST:
         b_x0, b_x1 = tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
         b_y0, b_y1 = tl.split(b_y.reshape(b_y.shape[0], b_y.shape[1] // 2, 2))
-        return rows_product(b_x0, b_y0, PRECISION) + rows_product(b_x1, b_y1, PRECISION)
+        return rows_product(b_x0, b_y0, PRECISION, PARTS) + rows_product(b_x1, b_y1, PRECISION, PARTS)
     else:
         return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
 
