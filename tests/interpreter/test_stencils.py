@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import masks
+from tilewise import masks, tile_map
 from tilewise.engines.gluon import MISSING
 from tilewise.problem import Options, Problem, make_problem
 
@@ -71,3 +71,24 @@ def test_too_many_stencils_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not maps.too_many_stencils(causal) and not maps.too_many_stencils(problem(None))
     monkeypatch.setattr(maps, "LARGEST", 1)
     assert maps.too_many_stencils(causal) and not maps.too_many_stencils(full)
+
+
+@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_are_counted(name: str, by_keys: bool) -> None:
+    """How many tiles of each row are visited and masked, and where its stencils begin, counted from the map itself."""
+    from tilewise.engines.gluon import run
+    from tilewise.engines.gluon.maps import Side, walk
+
+    query, key = torch.empty(2, 2, 192, 64, dtype=torch.bfloat16), torch.empty(2, 2, 256, 64, dtype=torch.bfloat16)
+    p = make_problem(query, key, key, MASKS[name], None, Options())[0]
+    side = Side(64, 64, by_keys, across=False)
+    walked = walk(p, side)
+    cells = tile_map(MASKS[name], q_len=192, kv_len=256, batch=2, heads=2, tile=(64, 64)).dense()
+    cells = (cells.transpose(2, 3) if by_keys else cells).flatten(0, 2)
+    _, visited, masked, _, _, _, first, stencils = walked.tensors
+    assert visited.tolist() == (cells > 0).sum(1).tolist() and masked.tolist() == (cells == 1).sum(1).tolist()
+    assert first.tolist() == (masked.cumsum(0) - masked).tolist() and len(stencils) == max(1, int(masked.sum()))
+    assert walked.density == pytest.approx(float((cells > 0).float().mean()))
+    assert 1 <= run.heads_at_a_time(p, walked) <= 4
+    assert walk(p, side) is walked  # kept with the map

@@ -103,7 +103,8 @@ def _walk(p: Problem, side: Side, tiles: KernelTiles) -> Walk:
     if total > 0:
         own = {"p_stencils": stencils}
         prepare(stencils_launch(p, side, own, tiles, first), p.device).start(own)
-    torch.cuda.current_stream(p.device).synchronize()  # other streams may be the next to use it
+    if p.device.type == "cuda":
+        torch.cuda.current_stream(p.device).synchronize()  # other streams may be the next to use it
     all_tiles = len(masked) * -(-(p.q_len if side.by_keys else p.kv_len) // side.columns)
     return Walk(tiles, (order, at[::3].diff(), masked, offsets, start, count, first, stencils), visited / all_tiles)
 
