@@ -14,6 +14,7 @@ from tilewise.attention import problem_of_call
 from tilewise.engines import engine_named
 from tilewise.engines.triton import MISSING
 from tilewise.errors import BackendError, InputError
+from tilewise.masks import Mask
 from tilewise.order import in_best_order
 from tilewise.problem import Options, Problem
 from tilewise.scores import as_scores
@@ -158,7 +159,7 @@ def _build_all(wanted: list[Build], progress: Callable[[int, int, str], None] | 
 
 
 def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) -> Problem:
-    grid = getattr(mask, "grid", None)
+    grid = mask.grid if isinstance(mask, Mask) else None
     length = LENGTH if grid is None else prod(grid.shape)
     query = torch.empty(1, HEADS, length if q_len == LENGTH else q_len, dim, dtype=dtype, device="meta")
     key = torch.empty(1, HEADS, length, dim, dtype=dtype, device="meta")

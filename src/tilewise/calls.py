@@ -25,6 +25,7 @@ from tilewise.dispatch import Choice
 from tilewise.engines import Engine
 from tilewise.lang import Call
 from tilewise.masks import Mask
+from tilewise.plan import maps
 from tilewise.problem import Options, Problem, seed_tensor
 from tilewise.scores import Score, Sinks
 from tilewise.tiles import TileMap
@@ -232,3 +233,6 @@ def _with(call: Call | None, places: tuple[int, ...], held: tuple[Any, ...]) -> 
 def forget() -> None:
     with _lock:
         _calls.clear()
+
+
+maps.also.append(forget)

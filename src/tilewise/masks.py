@@ -356,11 +356,15 @@ def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def _grid(shape: int | Sequence[int], window: int | Sequence[int], who: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
+    sizes = (shape,) if isinstance(shape, int) else _numbers(shape)
+    windows = (window,) * len(sizes) if isinstance(window, int) else _numbers(window)
     if not 1 <= len(sizes) <= 3 or len(windows) != len(sizes) or any(not 1 <= w <= s for s, w in zip(sizes, windows, strict=True)):
         raise InputError(f"{who}: shape {sizes} needs 1 to 3 axes and a window from 1 to its size along each, got {windows}")
     return sizes, windows
+
+
+def _numbers(given: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(n) if isinstance(n, Tensor) else n for n in given)
 
 
 def _coordinates(index: Any, sizes: tuple[int, ...]) -> list[Any]:

@@ -23,7 +23,8 @@ from tilewise.problem import Problem
 
 # Widths of the strips that are tried, by axes of the grid. They stand in the kernels as numbers, so there are few of them.
 STRIPS: dict[int, tuple[tuple[int, ...], ...]] = {2: ((8,), (4,), (16,)), 3: ((4, 4), (2, 4), (2, 8), (1, 8), (8, 4))}
-COUNTED, GOLDEN = 64, 0.6180339887  # rows of tiles that are counted; steps that meet every part of a grid
+COUNTED, LEAST_COUNTED, GOLDEN = 64, 8, 0.6180339887  # rows of tiles that are counted; steps that meet every part of a grid
+LINES = 2**16  # of neighborhoods, looked at in one count: where windows are large, fewer rows are counted
 
 
 class Order(NamedTuple):
@@ -107,8 +108,10 @@ def ordering(engine: Engine, problem: Problem) -> Ordering:
         return Ordering(None, f"the grid has {prod(grid.shape)} points, the call {p.q_len} queries and {p.kv_len} keys")
     if p.dropout_p > 0:
         return Ordering(None, "dropout is by place")
-    if torch.compiler.is_compiling() and not _static((*grid.shape, *grid.window)):
-        return Ordering(None, "torch.compile compiles for sizes that vary")
+    if torch.compiler.is_compiling():
+        places = [n for t in (p.query, p.key, p.value) for n in (*t.shape, *t.stride())]
+        if not _static((*grid.shape, *grid.window, *places)):
+            return Ordering(None, "torch.compile compiles for sizes that vary")
     strips, counts = best(grid.shape, grid.window, tile, engine.copies_worth)
     return Ordering(Order(grid.shape, strips) if strips else None, counts)
 
@@ -158,6 +161,8 @@ best._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compi
 def _best(grid: Grid, tile: tuple[int, int], worth: int) -> tuple[tuple[int, ...], str]:
     axes = len(grid.shape)
     before = tiles_touched(grid, (1,) * (axes - 1), tile)
+    if before * tile[0] * tile[1] / prod(grid.shape) - prod(grid.window) < worth:  # not even patches without a margin would spare so much
+        return (), f"{before} tiles of {tile[0]} x {tile[1]} row by row, few more than the windows need: too little for the copies it takes"
     after, strips = min([(tiles_touched(grid, strips, tile), strips) for strips in STRIPS[axes]], key=lambda found: found[0])
     patch = "x".join([str(n) for n in (*strips, max(1, tile[1] // prod(strips)))])
     about = "" if ceil(prod(grid.shape) / tile[0]) <= COUNTED else "about "
@@ -173,7 +178,8 @@ def tiles_touched(grid: Grid, strips: tuple[int, ...], tile: tuple[int, int]) ->
     """
     tokens = prod(grid.shape)
     rows = ceil(tokens / tile[0])
-    counted = range(rows) if rows <= COUNTED else [int(k * GOLDEN * rows) % rows for k in range(COUNTED)]
+    most = max(LEAST_COUNTED, min(COUNTED, LINES // prod(grid.window[:-1])))
+    counted = range(rows) if rows <= most else [int(k * GOLDEN * rows) % rows for k in range(most)]
     touched = [len(_touched_by(grid, strips, row * tile[0], min((row + 1) * tile[0], tokens), tile[1])) for row in counted]
     return round(sum(touched) * rows / len(touched))
 

@@ -7,6 +7,7 @@ tensor changed in place or replaced gives a new map, and an unchanged one is nev
 import threading
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from tilewise.problem import Problem
 from tilewise.tiles import Geometry, Look, Runs, TileMap, from_call
 
 CACHED_MAPS = 64
+MOST_BYTES = 2**30
 
 
 class _Kept(NamedTuple):
@@ -35,6 +37,8 @@ class MapCache:
         self._lock = threading.Lock()
         self._maps: OrderedDict[Any, _Kept] = OrderedDict()
         self._gone: deque[Any] = deque()  # keys of maps that lost a tensor
+        self._bytes = 0  # made for maps since they were last forgotten
+        self.also: list[Callable[[], None]] = []  # how others forget who remember what was made for maps
 
     def get(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None = None) -> TileMap:
         if any(t.is_inference() for t in call.captures):  # their changes leave no trace, so nothing may be remembered
@@ -51,6 +55,8 @@ class MapCache:
 
     def cut(self, given: TileMap, tile: tuple[int, int]) -> TileMap:
         """A map given as bare tiles, cut smaller; known by the tensors it is made of."""
+        if tile == given.tile:
+            return given
         tensors = tuple(getattr(runs, field) for runs in (given.partial, given.full) for field in ("offsets", "start", "count"))
         if any(t.is_inference() for t in tensors):
             return given.recut(tile)
@@ -79,9 +85,19 @@ class MapCache:
         self.built += 1
         return from_call(call, geometry, "mask", device, look)
 
+    def weigh(self, size: int) -> None:
+        """An engine made something of this many bytes that is kept as long as its map is. When all that grows large, everything is forgotten."""
+        self._bytes += size
+        if self._bytes > MOST_BYTES:
+            self.clear()
+            self._bytes = size
+
     def clear(self) -> None:
         with self._lock:
             self._maps.clear()
+            self._bytes = 0
+        for forget in self.also:
+            forget()
 
 
 maps = MapCache(CACHED_MAPS)

@@ -454,6 +454,21 @@ def test_compiled_for_sizes_that_vary() -> None:
 
 
 @pytest.mark.usefixtures("always_compiled")
+@pytest.mark.parametrize("layout", ["bhsd", "sbhd"])
+def test_compiled_where_strides_vary(layout: str) -> None:
+    """Which dimension lies innermost is not known then: tokens stay as given."""
+    mask = masks.neighborhood((12, 14), 5)
+    compiled = torch.compile(lambda q: tw.attention(q, q, q, mask=mask, layout=layout, backend="cpp"), fullgraph=True, backend="eager", dynamic=True)
+    for batch in (2, 3):
+        q = torch.randn((batch, 2, 168, 16) if layout == "bhsd" else (168, batch, 2, 16))
+        torch.testing.assert_close(compiled(q), tw.attention(q, q, q, mask=mask, layout=layout, backend="reference"))
+
+
+def test_sizes_of_a_grid_may_be_tensors() -> None:
+    assert masks.neighborhood(torch.tensor([12, 14]), torch.tensor([5, 3])).grid == masks.neighborhood((12, 14), (5, 3)).grid
+
+
+@pytest.mark.usefixtures("always_compiled")
 def test_compiled_ahead_of_autograd() -> None:
     inputs = tensors(13 * 29)
 

@@ -254,3 +254,14 @@ def test_from_many_threads() -> None:
     assert maps.built - before <= 8 * 10 * 2 + 8
     assert len(maps._maps) <= plan.CACHED_MAPS
     assert built_during(lambda: attend(shared)) == 0
+
+
+def test_everything_is_forgotten_when_what_was_made_for_maps_grows_large() -> None:
+    cache, told = MapCache(8), []
+    cache.also.append(lambda: told.append(True))
+    cache.weigh(2**29)
+    assert not told
+    cache.weigh(2**29 + 1)
+    assert told == [True] and not cache._maps
+    cache.weigh(2**28)
+    assert told == [True]  # counted from the last one on

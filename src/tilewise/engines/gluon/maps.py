@@ -13,12 +13,13 @@ from tilewise.engines.triton.looking import kernel_map
 from tilewise.engines.triton.mods import mask_of, mod_arguments
 from tilewise.engines.triton.run import mask_is_inside
 from tilewise.engines.triton.walks import KernelTiles, column_tiles, row_tiles
+from tilewise.plan import maps
 from tilewise.problem import Problem
 from tilewise.tiles import TileMap
 
 PART = 32  # rows of a stencil that one program cuts
 WORDS_BYTES = 16  # of a row of a stencil
-LARGEST = 256 * 2**20  # bytes of stencils; a mask that decides in more tiles than that is evaluated where it is used, by the Triton engine
+LARGEST = 128 * 2**20  # bytes of stencils; a mask that decides in more tiles than that is evaluated where it is used, by the Triton engine
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def backward_side(p: Problem) -> Side:
 
 
 def too_many_stencils(p: Problem) -> bool:
-    """Whether a mask decides in so many tiles that its bits would be large."""
+    """Whether a mask decides in so many tiles that its bits would be large. Those of the backward take up to twice as much."""
     if p.mask is None:
         return False
     uses = p.mask.program.uses
@@ -103,6 +104,7 @@ def _walk(p: Problem, side: Side, tiles: KernelTiles) -> Walk:
     if total > 0:
         own = {"p_stencils": stencils}
         prepare(stencils_launch(p, side, own, tiles, first), p.device).start(own)
+    maps.weigh(stencils.nbytes)
     if p.device.type == "cuda":
         torch.cuda.current_stream(p.device).synchronize()  # other streams may be the next to use it
     all_tiles = len(masked) * -(-(p.q_len if side.by_keys else p.kv_len) // side.columns)

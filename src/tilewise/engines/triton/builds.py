@@ -41,39 +41,42 @@ _upcoming = _Upcoming()
 def once(key: str, build: Callable[[], Any]) -> Any:
     """What `build` returns; of several threads that want the same, one calls it."""
     while True:
-        with _process.lock:
-            theirs = _process.building.get(key)
-            if theirs is None:
-                mine = _process.building[key] = Future()
-        if theirs is None:
-            return _built(key, build, mine)
+        mine: Future[Any] = Future()
         try:
-            return theirs.result()
+            with _process.lock:
+                first = _process.building.setdefault(key, mine)
+            if first is mine:
+                return _into(mine, build)
+        finally:
+            with _process.lock:
+                if _process.building.get(key) is mine:
+                    del _process.building[key]
+            mine.cancel()  # of no effect where it has a result
+        try:
+            return first.result()
         except CancelledError:
             continue  # the thread that built it was interrupted
 
 
-def _built(key: str, build: Callable[[], Any], mine: "Future[Any]") -> Any:
+def _into(future: "Future[Any]", build: Callable[[], Any]) -> Any:
     try:
         result = build()
     except Exception as error:
-        mine.set_exception(error)
+        future.set_exception(error)
         raise
-    except BaseException:
-        mine.cancel()
-        raise
-    else:
-        mine.set_result(result)
-        return result
-    finally:
-        with _process.lock:
-            del _process.building[key]
+    future.set_result(result)
+    return result
 
 
 class Turns:
     """A lock. Of those who wait for it, one with the lowest turn is next."""
 
     def __init__(self) -> None:
+        self._reset()
+        if hasattr(os, "register_at_fork"):  # whoever holds it is not in the child
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[int] = []
         self._taken = False
@@ -87,6 +90,7 @@ class Turns:
                 self._taken = True
             finally:
                 self._waiting.remove(turn)
+                self._changed.notify_all()  # if it was interrupted, another one is next
         try:
             yield
         finally:

@@ -68,6 +68,7 @@ class Counts:
 
 
 _kernels: dict[Any, Kernel] = {}
+_captured: list[Any] = []  # maps whose addresses are in CUDA graphs
 _lock = threading.Lock()
 
 
@@ -96,12 +97,16 @@ class Prepared:
 
     def start(self, own: dict[str, Any]) -> None:
         stream = current_stream(self._device)
-        if stream not in self._streams:
+        if self._kept and (stream not in self._streams or torch.cuda.is_current_stream_capturing()):
             self._used_on(stream)
         self._kernel.start(self._programs, stream, self._image, *own_tensors(own))
 
     def _used_on(self, stream: int) -> None:
-        """A map may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it."""
+        """A map may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it. One that is
+        captured in a graph stays: nobody tells when the graph goes."""
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(self._kept)
+            return
         for t in self._kept:
             t.record_stream(torch.cuda.current_stream(self._device))
         self._streams.add(stream)

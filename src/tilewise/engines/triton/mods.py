@@ -16,7 +16,7 @@ MOST_FUNCTIONS = 4096
 SMALLEST_SCALE = 1e-3  # kernels multiply by a smaller one, or a negative one, before they look for the largest score
 UNCHANGED = generated("score_mod", ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", "    return score"])
 ONE = generated("slope", ["@triton.jit", "def slope(score, b, h, q, kv, p, i, f, s):", "    return 1.0"])
-_functions: dict[Any, Generated | None] = {}
+_functions: dict[Any, tuple[Generated | None]] = {}
 
 
 def mask_of(p: Problem) -> Generated | None:
@@ -69,11 +69,12 @@ def _function(kind: str, call: Call, p: Problem, make: Callable[[Call], Generate
     """What is generated depends on the program, and on what its integers and the lengths let the bounds prove."""
     places = tuple((t.shape, t.stride()) for t in call.captures)
     key = (kind, call.program.text, call.ints, places, extents_of(p), p.dtype == torch.float32)
-    if key not in _functions:
+    known = _functions.get(key)
+    if known is None:
         if len(_functions) >= MOST_FUNCTIONS:
             _functions.clear()
-        _functions[key] = make(call)
-    return _functions[key]
+        known = _functions[key] = (make(call),)
+    return known[0]
 
 
 def extents_of(p: Problem) -> Extents:
