@@ -42,7 +42,8 @@ def inputs(axes: Axes) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     row, lane = torch.arange(ROWS).view(-1, 1), torch.arange(LANES).view(1, -1)
     score = torch.randint(-12, 13, (ROWS, LANES), generator=generator) / 4.0
-    return {"b": torch.tensor(B), "h": torch.tensor(H), axes.row: row, axes.lane: lane, "score": score}
+    b, h = torch.tensor([[B]]), torch.tensor([[H]])  # with dimensions, as engines give them: torch promotes types of other tensors by those that have some
+    return {"b": b, "h": h, axes.row: row, axes.lane: lane, "score": score}
 
 
 def writer(call: Call, axes: Axes) -> Writer:
