@@ -7,7 +7,7 @@ combine with `&`, `|` and `~`, with each other and with plain functions:
     masks.document(ids) & (lambda b, h, q, kv: q >= kv)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -356,14 +356,16 @@ def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def _grid(shape: int | Sequence[int], window: int | Sequence[int], who: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    sizes = (shape,) if isinstance(shape, int) else _numbers(shape)
-    windows = (window,) * len(sizes) if isinstance(window, int) else _numbers(window)
+    sizes = (shape,) if isinstance(shape, int) else _numbers(shape, who)
+    windows = (window,) * len(sizes) if isinstance(window, int) else _numbers(window, who)
     if not 1 <= len(sizes) <= 3 or len(windows) != len(sizes) or any(not 1 <= w <= s for s, w in zip(sizes, windows, strict=True)):
         raise InputError(f"{who}: shape {sizes} needs 1 to 3 axes and a window from 1 to its size along each, got {windows}")
     return sizes, windows
 
 
-def _numbers(given: Sequence[Any]) -> tuple[int, ...]:
+def _numbers(given: Any, who: str) -> tuple[int, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable) or any(isinstance(n, str | float) for n in given):
+        raise InputError(f"{who}: shape and window are whole numbers, one for each axis of the grid, got {given!r}")
     return tuple(int(n) if isinstance(n, Tensor) else n for n in given)
 
 

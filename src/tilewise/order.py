@@ -161,27 +161,31 @@ best._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compi
 def _best(grid: Grid, tile: tuple[int, int], worth: int) -> tuple[tuple[int, ...], str]:
     axes = len(grid.shape)
     before = tiles_touched(grid, (1,) * (axes - 1), tile)
+    about = "" if ceil(prod(grid.shape) / tile[0]) <= _most_counted(grid) else "about "
     if before * tile[0] * tile[1] / prod(grid.shape) - prod(grid.window) < worth:  # not even patches without a margin would spare so much
-        return (), f"{before} tiles of {tile[0]} x {tile[1]} row by row, few more than the windows need: too little for the copies it takes"
+        return (), f"{about}{before} tiles of {tile[0]} x {tile[1]} row by row, few more than the windows need: too little for the copies it takes"
     after, strips = min([(tiles_touched(grid, strips, tile), strips) for strips in STRIPS[axes]], key=lambda found: found[0])
     patch = "x".join([str(n) for n in (*strips, max(1, tile[1] // prod(strips)))])
-    about = "" if ceil(prod(grid.shape) / tile[0]) <= COUNTED else "about "
     said = f"{about}{after} tiles of {tile[0]} x {tile[1]} in patches of {patch}, {before} row by row"
     saved = (before - after) * tile[0] * tile[1] / prod(grid.shape)
     return (strips, said) if saved >= worth else ((), f"{said}: too little for the copies it takes")
 
 
 def tiles_touched(grid: Grid, strips: tuple[int, ...], tile: tuple[int, int]) -> int:
-    """How many tiles the neighborhoods of a grid touch in the order of strips, from those of at most COUNTED of its rows of tiles.
+    """How many tiles the neighborhoods of a grid touch in the order of strips, from those of at most _most_counted of its rows of tiles.
 
     Columns that two tiles share count for both, so that where patches do not divide the strips it may be a few more than it is.
     """
     tokens = prod(grid.shape)
     rows = ceil(tokens / tile[0])
-    most = max(LEAST_COUNTED, min(COUNTED, LINES // prod(grid.window[:-1])))
+    most = _most_counted(grid)
     counted = range(rows) if rows <= most else [int(k * GOLDEN * rows) % rows for k in range(most)]
     touched = [len(_touched_by(grid, strips, row * tile[0], min((row + 1) * tile[0], tokens), tile[1])) for row in counted]
     return round(sum(touched) * rows / len(touched))
+
+
+def _most_counted(grid: Grid) -> int:
+    return max(LEAST_COUNTED, min(COUNTED, LINES // prod(grid.window[:-1])))
 
 
 def _touched_by(grid: Grid, strips: tuple[int, ...], first: int, end: int, tile: int) -> set[int]:

@@ -464,6 +464,12 @@ def test_compiled_where_strides_vary(layout: str) -> None:
         torch.testing.assert_close(compiled(q), tw.attention(q, q, q, mask=mask, layout=layout, backend="reference"))
 
 
+@pytest.mark.parametrize("shape", ["12", (12, "a"), (12, 3.5), None])
+def test_sizes_of_a_grid_are_whole_numbers(shape: Any) -> None:
+    with pytest.raises(tw.InputError, match="whole numbers, one for each axis"):
+        masks.neighborhood(shape, 3)
+
+
 def test_sizes_of_a_grid_may_be_tensors() -> None:
     assert masks.neighborhood(torch.tensor([12, 14]), torch.tensor([5, 3])).grid == masks.neighborhood((12, 14), (5, 3)).grid
 
