@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.lang import INDICES, Call, derive, evaluate, interpret, wrapped
-from tilewise.lang import trace as tracing
+from tilewise.lang.symbol import Symbol
+from tilewise.lang.trace import _call, _finish, _operand_of_result
+from tilewise.lang.tracer import Tracer
 from tilewise.lang.types import DTYPE_OF, NAME_OF
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 5, 7
@@ -28,11 +30,11 @@ def scores(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
 
 def trace_value(function: Callable[..., Any], dtype: torch.dtype = torch.float32) -> Call:
     """The program of f(score, b, h, q, kv), whatever it returns: neither a mask's nor a score's rules apply."""
-    tracer = tracing.Tracer(torch.device("cpu"))
-    symbols = [tracing.Symbol(tracer, tracer.tape.index(name)) for name in INDICES]
-    score = tracing.Symbol(tracer, tracer.tape.score(NAME_OF[dtype]))
-    result = tracing._call(tracer, function, [score, *symbols], "score", "(score, b, h, q, kv)")
-    return tracing._finish(tracer, tracing._operand_of_result(tracer, result, function))
+    tracer = Tracer(torch.device("cpu"))
+    symbols = [Symbol(tracer, tracer.tape.index(name)) for name in INDICES]
+    score = Symbol(tracer, tracer.tape.score(NAME_OF[dtype]))
+    result = _call(tracer, function, [score, *symbols], "score", "(score, b, h, q, kv)")
+    return _finish(tracer, _operand_of_result(tracer, result, function))
 
 
 def value_of(call: Call, inputs: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,195 @@
+"""A value that differs for every (b, h, q, kv), under Python's operators: those that are traced, and those that need one concrete value."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from tilewise.lang.refusals import BRANCHING, refuse
+from tilewise.lang.types import DTYPE_OF
+
+if TYPE_CHECKING:
+    from tilewise.lang.tracer import Tracer
+
+
+class Traced:
+    """What a function computes with while it is traced."""
+
+    tracer: "Tracer"
+    __torch_function__: ClassVar[Any]  # set by torch_calls.py, as are torch's methods
+
+
+class Symbol(Traced):
+    """A value that differs for every (b, h, q, kv); it behaves like a 0-d tensor."""
+
+    def __init__(self, tracer: "Tracer", at: int) -> None:
+        self.tracer = tracer
+        self.at = at
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPE_OF[self.tracer.tape.type(self.at).dtype]
+
+    @property
+    def device(self) -> Any:
+        return self.tracer.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([])
+
+    @property
+    def ndim(self) -> int:
+        return 0
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise refuse(BRANCHING)
+
+    def __int__(self) -> int:
+        raise refuse("int() needs one concrete value; use .long() or .int() to convert every element")
+
+    def __float__(self) -> float:
+        raise refuse("float() and math.* need one concrete value; use .float() and torch.* functions")
+
+    def __index__(self) -> int:
+        raise refuse("a Python list, range() or slice needs one concrete index; put the values in a tensor and index that")
+
+    def __iter__(self) -> Any:
+        raise refuse("b, h, q, kv and score are single values and cannot be iterated or unpacked")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise refuse("b, h, q, kv and score are single values and cannot be indexed")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise refuse("a mask or score function must not change values in place; use torch.where")
+
+    def __contains__(self, other: Any) -> bool:
+        raise refuse(BRANCHING)
+
+    def __len__(self) -> int:
+        raise refuse("b, h, q, kv and score are single values without a length")
+
+    def __round__(self, digits: Any = None) -> Any:
+        raise refuse("round() needs one concrete value; use torch.round")
+
+    def __trunc__(self) -> Any:
+        raise refuse("math.trunc needs one concrete value; use torch.trunc or .long()")
+
+    def item(self) -> Any:
+        raise refuse("item() needs one concrete value; leave it out and compute with the value itself")
+
+    tolist = item
+
+    def __divmod__(self, other: Any) -> Any:
+        raise refuse("divmod() is not part of the mask and score language; use // and %")
+
+    __rdivmod__ = __divmod__
+
+    def __matmul__(self, other: Any) -> Any:
+        raise refuse("@ multiplies captured rows only, as in a[b, h, q] @ c[b, h, kv]; use * for single values")
+
+    __rmatmul__ = __matmul__
+    __array_ufunc__ = None  # numpy's numbers leave their operators to us
+
+    def __add__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("add", self, other)
+
+    def __radd__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("add", other, self)
+
+    def __sub__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("sub", self, other)
+
+    def __rsub__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("sub", other, self)
+
+    def __mul__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("mul", self, other)
+
+    def __rmul__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("mul", other, self)
+
+    def __truediv__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("div", other, self)
+
+    def __floordiv__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("floordiv", self, other)
+
+    def __rfloordiv__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("floordiv", other, self)
+
+    def __mod__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("mod", self, other)
+
+    def __rmod__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("mod", other, self)
+
+    def __pow__(self, other: Any) -> "Symbol":
+        return self.tracer.power(self, other)
+
+    def __rpow__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("pow", other, self)
+
+    def __and__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("and", self, other)
+
+    def __rand__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("and", other, self)
+
+    def __or__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("or", self, other)
+
+    def __ror__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("or", other, self)
+
+    def __xor__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("xor", self, other)
+
+    def __rxor__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("xor", other, self)
+
+    def __lshift__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("shl", self, other)
+
+    def __rlshift__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("shl", other, self)
+
+    def __rshift__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("shr", self, other)
+
+    def __rrshift__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("shr", other, self)
+
+    def __lt__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("lt", self, other)
+
+    def __le__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("le", self, other)
+
+    def __gt__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("gt", self, other)
+
+    def __ge__(self, other: Any) -> "Symbol":
+        return self.tracer.emit("ge", self, other)
+
+    def __eq__(self, other: Any) -> "Symbol":  # type: ignore[override]
+        return self.tracer.emit("eq", self, other)
+
+    def __ne__(self, other: Any) -> "Symbol":  # type: ignore[override]
+        return self.tracer.emit("ne", self, other)
+
+    def __neg__(self) -> "Symbol":
+        return self.tracer.emit("neg", self)
+
+    def __pos__(self) -> "Symbol":
+        return self
+
+    def __abs__(self) -> "Symbol":
+        return self.tracer.emit("abs", self)
+
+    def __invert__(self) -> "Symbol":
+        return self.tracer.emit("not", self)

@@ -1,0 +1,118 @@
+"""Calls of torch's functions with symbols among their arguments: which function answers, and what it may be given."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.errors import TraceError
+from tilewise.lang.refusals import BRANCHING, WRITING, refuse
+from tilewise.lang.symbol import Symbol, Traced
+from tilewise.lang.torch_functions import FUNCTIONS, OPERATORS, where_method
+from tilewise.lang.tracer import tracer_of
+
+
+class Handler(NamedTuple):
+    """One of the functions of torch_functions.py, with what torch's callers may pass to it."""
+
+    name: str
+    apply: Callable[..., Any]
+    names: tuple[str, ...]  # parameters, the positional ones first
+    positional: int
+    required: int
+    open: bool  # takes other keywords too
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.fits(args, kwargs):
+            given = ", ".join([*[str(type(a).__name__) for a in args], *[f"{k}={v!r}" for k, v in kwargs.items()]])
+            raise refuse(f"{self.name} was called with ({given}); a mask or score function can use it as {self.name}({', '.join(self.names)})")
+        return self.apply(*args, **kwargs)
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if len(args) > self.positional and not self.open:
+            return False
+        unexpected = [k for k in kwargs if k in self.names[: len(args)] or (k not in self.names and not self.open)]
+        missing = [name for name in self.names[len(args) : self.required] if name not in kwargs]
+        return not unexpected and not missing
+
+
+def handler(name: str, f: Callable[..., Any]) -> Handler:
+    parameters = inspect.signature(f).parameters.values()
+    open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    positional = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    names = [p.name for p in (*positional, *(p for p in parameters if p.kind == p.KEYWORD_ONLY))]
+    return Handler(name, f, tuple(names), len(positional), sum(p.default is p.empty for p in positional), open)
+
+
+def _by_function() -> dict[Any, Handler]:
+    """The tables by torch's own function objects, under every name torch gives them."""
+    found: dict[Any, Handler] = {}
+    for name, f in (FUNCTIONS | OPERATORS).items():
+        h = handler(name, f)
+        for home, spelling in ((torch, name), (torch.Tensor, name), (torch.nn.functional, name), (torch.special, name)):
+            function = getattr(home, spelling, None)
+            if callable(function) and not isinstance(function, type):
+                found[function] = h
+    found[torch.Tensor.where] = handler("where", where_method)
+    return found
+
+
+BY_FUNCTION = _by_function()
+CUSTOM_OPERATORS = {"approx.tanh": BY_FUNCTION[torch.tanh]}  # the name users know a hardware tanh by; here it is exact
+
+
+def unknown(name: str) -> TraceError:
+    if name.endswith("_") and not name.startswith("__"):
+        return refuse(f"{name} changes a value in place; use {name[:-1]} and keep its result")
+    return refuse(
+        f"the operation {name!r} is not part of the mask and score language; it has Python's operators and {', '.join(sorted(FUNCTIONS))}"
+    )
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch function was called with a symbol among its arguments."""
+    if func is torch.Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return tracer_of(index).load(args[0], index)
+    if func is torch.Tensor.__setitem__ or "out" in kwargs:
+        raise refuse(WRITING)
+    if func is torch.Tensor.__contains__:
+        raise refuse(BRANCHING)
+    found = BY_FUNCTION.get(func)
+    if found is None and isinstance(func, torch._ops.OpOverloadPacket):
+        found = CUSTOM_OPERATORS.get(str(func))
+        if found is None:
+            raise unknown(f"torch.ops.{func}")
+    if found is None:
+        raise unknown(func.__name__)
+    return found(args, kwargs)
+
+
+# -- what symbols get from here --------------------------------------------------------------------------------------
+# The functions are made of symbols, so the classes of symbols, defined before them, cannot name them.
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    return called(func, args, kwargs or {})
+
+
+def _missing(self: Symbol, name: str) -> Any:
+    if name.startswith("__"):  # a protocol that Python or a library asks for
+        raise AttributeError(name)
+    raise unknown(name)
+
+
+def _method(h: Handler) -> Callable[..., Any]:
+    def method(self: Symbol, *args: Any, **kwargs: Any) -> Any:
+        return h((self, *args), kwargs)
+
+    method.__name__ = h.name
+    return method
+
+
+Traced.__torch_function__ = classmethod(_torch_function)
+Symbol.__getattr__ = _missing  # type: ignore[attr-defined]
+for _name in FUNCTIONS:
+    if hasattr(torch.Tensor, _name) and _name not in ("dot", "inner", "matmul"):
+        setattr(Symbol, _name, _method(BY_FUNCTION[getattr(torch.Tensor, _name)]))

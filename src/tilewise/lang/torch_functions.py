@@ -1,0 +1,252 @@
+"""The functions of torch that a mask or score function can call, in terms of the language's operations.
+
+Their parameters are named as torch names them; what else a caller passes is refused by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise.lang.refusals import refuse
+from tilewise.lang.rows import Row, RowProduct
+from tilewise.lang.symbol import Symbol
+from tilewise.lang.tracer import Tracer, tracer_of
+from tilewise.lang.types import NAME_OF
+
+
+def unary(op: str) -> Callable[..., Any]:
+    def apply(input: Any) -> Symbol:
+        return tracer_of((input,)).emit(op, input)
+
+    return apply
+
+
+def binary(op: str) -> Callable[..., Any]:
+    def apply(input: Any, other: Any) -> Symbol:
+        return tracer_of((input, other)).emit(op, input, other)
+
+    return apply
+
+
+def swapped(f: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(input: Any, other: Any) -> Any:
+        return f(other, input)
+
+    return apply
+
+
+def activation(op: str) -> Callable[..., Any]:
+    """torch.nn.functional passes `inplace` along."""
+
+    def apply(input: Any, inplace: bool = False) -> Symbol:
+        if inplace:
+            raise refuse(f"{op} with inplace=True changes a value in place; leave inplace out")
+        return tracer_of((input,)).emit(op, input)
+
+    return apply
+
+
+def scaled_sum(op: str) -> Callable[..., Any]:
+    def apply(input: Any, other: Any, *, alpha: Any = 1) -> Symbol:
+        tracer = tracer_of((input, other, alpha))
+        if isinstance(alpha, int) and alpha == 1:
+            return tracer.emit(op, input, other)
+        total = tracer.emit(op, input, tracer.emit("mul", other, alpha))
+        if isinstance(alpha, float) and tracer.emit(op, input, other).dtype != total.dtype:
+            raise refuse(f"alpha={alpha} of integers, as in torch, must be an integer")
+        return total
+
+    return apply
+
+
+def power(input: Any, exponent: Any) -> Symbol:
+    return tracer_of((input, exponent)).power(input, exponent)
+
+
+def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Symbol:
+    tracer = tracer_of((input, other))
+    if rounding_mode is None:
+        return tracer.emit("div", input, other)
+    if rounding_mode not in ("floor", "trunc"):
+        raise refuse(f"div takes rounding_mode None, 'floor' or 'trunc', got {rounding_mode!r}")
+    input, other = Symbol(tracer, tracer.operand(input)), Symbol(tracer, tracer.operand(other))  # each is used twice
+    down = tracer.emit("floordiv", input, other)
+    if rounding_mode == "floor":
+        return down
+    if down.dtype.is_floating_point:
+        return tracer.emit("trunc", tracer.emit("div", input, other))
+    inexact = tracer.emit("ne", tracer.emit("mod", input, other), 0)
+    return where(inexact & (down < 0), down + 1, down)  # towards zero: up from below
+
+
+def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
+    tracer = tracer_of((input, min, max))
+    if min is None and max is None:
+        raise refuse("clamp takes min, max or both")
+    if min is not None:
+        input = tracer.emit("clamp_min", input, min)
+    return input if max is None else tracer.emit("clamp_max", input, max)
+
+
+def clamp_min(input: Any, min: Any) -> Any:
+    return clamp(input, min=min)
+
+
+def clamp_max(input: Any, max: Any) -> Any:
+    return clamp(input, max=max)
+
+
+def where(condition: Any, input: Any, other: Any) -> Symbol:
+    return tracer_of((condition, input, other)).emit("where", condition, input, other)
+
+
+def where_method(input: Any, condition: Any, other: Any) -> Symbol:
+    """x.where(condition, other): x comes first, unlike in torch.where."""
+    return where(condition, input, other)
+
+
+def truth(tracer: Tracer, x: Any) -> Symbol:
+    return tracer.cast(Symbol(tracer, tracer.operand(x)), "bool")
+
+
+def logical(op: str) -> Callable[..., Symbol]:
+    def apply(input: Any, other: Any) -> Symbol:
+        tracer = tracer_of((input, other))
+        return tracer.emit(op, truth(tracer, input), truth(tracer, other))
+
+    return apply
+
+
+def logical_not(input: Any) -> Symbol:
+    tracer = tracer_of((input,))
+    return tracer.emit("not", truth(tracer, input))
+
+
+def square(input: Any) -> Symbol:
+    return power(input, 2)
+
+
+def reciprocal(input: Any) -> Any:
+    return 1.0 / input
+
+
+def isnan(input: Any) -> Any:
+    return input != input
+
+
+def isinf(input: Any) -> Any:
+    return abs(input) == float("inf")
+
+
+def product_of_rows(input: Any, other: Any) -> Any:
+    if not isinstance(input, Row) and not isinstance(other, Row):
+        raise refuse("a product of single values is written x * y; rows are indexed in all dimensions but the last, as in torch.dot(a[b, h, q], c[b, h, kv])")
+    return RowProduct(input, other).sum()
+
+
+def dot(input: Any, tensor: Any) -> Any:
+    return product_of_rows(input, tensor)
+
+
+def summed(input: Any, dim: Any = None) -> Any:
+    return input.sum(dim) if isinstance(input, RowProduct) else input
+
+
+def typed(input: Any, dtype: Any) -> Symbol:
+    if not isinstance(dtype, torch.dtype):
+        raise refuse(f"type takes a dtype such as torch.float32 here, got {dtype!r}")
+    return converter(dtype)(input)
+
+
+def type_as(input: Any, other: Any) -> Symbol:
+    return converter(other.dtype)(input)
+
+
+def convert(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+    """`.to(...)`: a dtype converts; a device or another tensor's device changes nothing."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.dtype):
+            return converter(value)(x)
+        if isinstance(value, (torch.Tensor, Symbol)):
+            return converter(value.dtype)(x)
+    return x
+
+
+def converter(dtype: torch.dtype) -> Callable[..., Symbol]:
+    def cast(input: Symbol, **ignored: Any) -> Symbol:
+        if dtype not in NAME_OF:
+            raise refuse(f"conversion to {dtype}; allowed are {', '.join(str(d) for d in NAME_OF)}")
+        return input.tracer.cast(input, NAME_OF[dtype])
+
+    return cast
+
+
+def filled(input: Symbol, size: Any, fill_value: Any, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
+    """A 0-d constant."""
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    if len(shape) != 0:
+        raise refuse(f"a tensor of shape {shape} is made; a mask or score sees one element at a time, so make it outside")
+    number = Symbol(input.tracer, input.tracer.operand(fill_value))
+    return converter(input.dtype if dtype is None else dtype)(number)
+
+
+def filled_like(input: Symbol, fill_value: Any, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
+    return filled(input, (), fill_value, dtype)
+
+
+def new_constant(value: int) -> Callable[..., Symbol]:
+    def make(input: Symbol, size: Any, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
+        return filled(input, size, Symbol(input.tracer, input.tracer.tape.literal(value)), dtype)
+
+    return make
+
+
+def constant_like(value: int) -> Callable[..., Symbol]:
+    def make(input: Symbol, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
+        return filled(input, (), Symbol(input.tracer, input.tracer.tape.literal(value)), dtype)
+
+    return make
+
+
+def unchanged(input: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+    return input
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": scaled_sum("add"), "sub": scaled_sum("sub"), "subtract": scaled_sum("sub"), "rsub": swapped(binary("sub")),
+    "mul": binary("mul"), "multiply": binary("mul"), "div": divide, "divide": divide, "true_divide": binary("div"),
+    "floor_divide": binary("floordiv"), "remainder": binary("mod"), "pow": power, "square": square, "reciprocal": reciprocal,
+    "neg": unary("neg"), "negative": unary("neg"), "positive": unchanged, "abs": unary("abs"), "absolute": unary("abs"),
+    "lt": binary("lt"), "le": binary("le"), "gt": binary("gt"), "ge": binary("ge"), "eq": binary("eq"), "ne": binary("ne"),
+    "less": binary("lt"), "less_equal": binary("le"), "greater": binary("gt"), "greater_equal": binary("ge"), "not_equal": binary("ne"),
+    "bitwise_and": binary("and"), "bitwise_or": binary("or"), "bitwise_xor": binary("xor"), "bitwise_not": unary("not"),
+    "bitwise_left_shift": binary("shl"), "bitwise_right_shift": binary("shr"),
+    "logical_and": logical("and"), "logical_or": logical("or"), "logical_xor": logical("xor"), "logical_not": logical_not,
+    "where": where, "minimum": binary("minimum"), "maximum": binary("maximum"), "min": binary("minimum"), "max": binary("maximum"),
+    "clamp": clamp, "clip": clamp, "clamp_min": clamp_min, "clamp_max": clamp_max,
+    "floor": unary("floor"), "ceil": unary("ceil"), "round": unary("round"), "trunc": unary("trunc"), "fix": unary("trunc"),
+    "sign": unary("sign"), "sgn": unary("sign"), "isnan": isnan, "isinf": isinf,
+    "exp": unary("exp"), "exp2": unary("exp2"), "log": unary("log"), "log2": unary("log2"), "sqrt": unary("sqrt"), "rsqrt": unary("rsqrt"),
+    "sin": unary("sin"), "cos": unary("cos"), "tanh": unary("tanh"), "sigmoid": unary("sigmoid"), "expit": unary("sigmoid"), "erf": unary("erf"),
+    "silu": activation("silu"), "relu": activation("relu"),
+    "to": convert, "type": typed, "type_as": type_as,
+    "bool": converter(torch.bool), "byte": converter(torch.uint8), "char": converter(torch.int8), "short": converter(torch.int16),
+    "int": converter(torch.int32), "long": converter(torch.int64), "half": converter(torch.float16), "bfloat16": converter(torch.bfloat16),
+    "float": converter(torch.float32), "double": converter(torch.float64),
+    "new_ones": new_constant(1), "new_zeros": new_constant(0), "new_full": filled,
+    "ones_like": constant_like(1), "zeros_like": constant_like(0), "full_like": filled_like,
+    "detach": unary("detach"), "clone": unchanged, "contiguous": unchanged, "cpu": unchanged, "cuda": unchanged,
+    "dot": dot, "inner": product_of_rows, "matmul": product_of_rows, "sum": summed,
+}  # fmt: skip
+
+# What Python's operators call on a real tensor that meets a symbol.
+OPERATORS: dict[str, Callable[..., Any]] = {"__pow__": power, "__rpow__": swapped(power), "__matmul__": product_of_rows}
+for _name, _op in (
+    ("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"), ("div", "div"), ("floordiv", "floordiv"), ("mod", "mod"),
+    ("and", "and"), ("or", "or"), ("xor", "xor"), ("lshift", "shl"), ("rshift", "shr"),
+):  # fmt: skip
+    OPERATORS[f"__{_name}__"] = binary(_op)
+    OPERATORS[f"__r{_name}__"] = swapped(binary(_op))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    OPERATORS[f"__{_name}__"] = binary(_name)

@@ -1,0 +1,250 @@
+"""tilewise.flex's block masks against torch's own: their attributes and drawings, blocks given or changed by the caller, slices, adjusted lengths."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as theirs
+from torch import Tensor
+
+import tilewise as tw
+from tests.engines.flex_problems import LISTS, MASKS, SCORES, B, D, H, allowed_by, assert_close, chosen_blocks, dense, gradients, places, tensors
+from tilewise import flex as ours
+
+pytestmark = pytest.mark.usefixtures("torchs_flex_runs_eagerly", "seeded", "one_thread")
+
+# -- made from a mask --------------------------------------------------------------------------------------------------
+
+
+def assert_same_attributes(found: ours.BlockMask, expected: theirs.BlockMask) -> None:
+    for name in LISTS:
+        mine, torchs = getattr(found, name), getattr(expected, name)
+        assert (mine is None) == (torchs is None), name
+        if torchs is not None:
+            assert mine.shape == torchs.shape and mine.dtype == torchs.dtype == torch.int32
+            assert torch.equal(mine, torchs), name
+    assert (found.shape, found.seq_lengths, found.BLOCK_SIZE) == (expected.shape, expected.seq_lengths, expected.BLOCK_SIZE)
+    assert found.numel() == expected.numel() and found.sparsity() == pytest.approx(expected.sparsity())
+    assert torch.equal(found.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("separate", [True, False], ids=["full apart", "full among partial"])
+@pytest.mark.parametrize("block", [128, 64, (64, 32)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_attributes_are_torchs(name: str, block: Any, separate: bool) -> None:
+    mask = MASKS[name](256)
+    for batch, heads in ((B, None), (None, H)):
+        torchs, own = (
+            m.create_block_mask(mask, batch, heads, 256, 384, device="cpu", BLOCK_SIZE=block, separate_full_blocks=separate) for m in (theirs, ours)
+        )
+        assert repr(own) == repr(torchs)
+        assert_same_attributes(own, torchs)
+        for flatten in (True, False):
+            mine, other = own.as_tuple(flatten), torchs.as_tuple(flatten)
+            assert [type(x) for x in mine] == [type(x) for x in other] and mine[-1] is other[-1] is mask
+
+
+@pytest.mark.parametrize("name", ["causal", "padding", "window", "nothing"])
+def test_drawings_are_torchs(name: str) -> None:
+    torchs, own = (m.create_block_mask(MASKS[name](300), B, H, 300, 700, device="cpu", BLOCK_SIZE=16) for m in (theirs, ours))
+    assert str(own) == str(torchs)
+    for options in ({"grid_size": (2, 3), "limit": 1}, {"grid_size": 7}, {"grid_size": -1, "limit": 2}):
+        assert own.to_string(**options) == torchs.to_string(**options)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_block_over_the_end_is_full_here_where_torch_calls_it_partial(name: str) -> None:
+    torchs, own = (m.create_block_mask(MASKS[name](200), B, H, 200, 300, device="cpu", BLOCK_SIZE=64) for m in (theirs, ours))
+    assert torch.equal(own.to_dense(), torchs.to_dense())
+    assert own.sparsity() == pytest.approx(torchs.sparsity())
+    assert bool((own.full_kv_num_blocks >= torchs.full_kv_num_blocks).all())
+
+
+def test_a_million_tokens_take_no_lists() -> None:
+    n = 1 << 20
+    own = ours.create_block_mask(MASKS["causal"](n), None, None, n, n, device="cpu")
+    assert own.sparsity() == pytest.approx(49.99, abs=0.01)
+    assert own.shape == (1, 1, n, n) and len(str(own).splitlines()) == 23 and f"kv_indices=torch.Size([1, 1, {n // 128}, {n // 128}])" in repr(own)
+    assert own.kv_num_blocks.shape == (1, 1, n // 128)
+    assert list(own._lists) == ["kv_num_blocks"]
+    runs = (own.tile_map().partial, own.tile_map().full)
+    assert sum(t.numel() for r in runs for t in (r.offsets, r.start, r.count)) < 10 * n // 128
+
+
+def test_attention_reads_no_lists() -> None:
+    q, k, v = (t.requires_grad_() for t in tensors(300))
+    own = ours.create_block_mask(MASKS["padding"](300), B, None, 300, 300, device="cpu")
+    ours.flex_attention(q, k, v, None, own).sum().backward()
+    tw.attention(q, k, v, mask=own).sum().backward()
+    assert not own._lists
+
+
+def test_create_mask_takes_either_kind_of_function() -> None:
+    for function in (MASKS["padding"](50), SCORES["causal"](50), SCORES["times two"](50), lambda s, b, h, q, kv, extra=1: s / 0 + h):
+        found, expected = (m.create_mask(function, B, H, 50, 60, device="cpu") for m in (ours, theirs))
+        assert found.dtype == torch.bool and torch.equal(found, expected)
+    assert ours.create_mask(MASKS["causal"](9), None, None, 9, 7, "cpu").shape == (1, 1, 9, 7)
+
+
+# -- lists given or changed by the caller ------------------------------------------------------------------------------
+
+
+def within(counts: Tensor, indices: Tensor, block: int, q_len: int, kv_len: int) -> Tensor:
+    rows = indices.shape[-2]
+    states = torch.zeros(B, H, rows, -(-kv_len // block), dtype=torch.bool)
+    for place in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(rows)).tolist():
+        listed = indices[tuple(place)][: counts[tuple(place)]].long()
+        states[(*place, listed[listed < states.shape[-1]])] = True
+    return states.repeat_interleave(block, 2).repeat_interleave(block, 3)[:, :, :q_len, :kv_len]
+
+
+@pytest.mark.parametrize("mask", [None, MASKS["causal"](0)], ids=["bare", "causal"])
+@pytest.mark.parametrize("lengths", [(256, 384), (230, 321)], ids=str)
+def test_blocks_chosen_by_data(mask: Any, lengths: tuple[int, int]) -> None:
+    counts, indices = chosen_blocks(4, 6, 2)
+    full = indices.roll(-2, -1)  # other blocks than those listed as partial
+    allowed = within(counts, indices, 64, *lengths)
+    if mask is not None:
+        allowed &= allowed_by(mask, *lengths)
+    allowed |= within(counts // 2, full, 64, *lengths)
+    inputs = list(tensors(lengths[0], kv_len=lengths[1]))
+    expected = gradients(lambda q, k, v: dense(q, k, v, None, allowed)[:2], inputs)
+    for module in (ours, theirs):
+        block_mask = module.BlockMask.from_kv_blocks(counts, indices, counts // 2, full, BLOCK_SIZE=64, mask_mod=mask, seq_lengths=lengths)
+        assert_close(ours.flex_attention(*inputs, None, block_mask), dense(*inputs, None, allowed)[0])
+        found = gradients(lambda q, k, v, m=block_mask: ours.flex_attention(q, k, v, None, m, return_lse=True), inputs)
+        for mine, other in zip(found, expected, strict=True):
+            assert_close(mine, other)
+
+
+@pytest.mark.parametrize("compute_q_blocks", [True, False])
+def test_lists_given_are_kept_and_transposed(compute_q_blocks: bool) -> None:
+    counts, indices = chosen_blocks(4, 6, 3)
+    lists = (counts, indices, counts - 2, indices.roll(-3, -1))
+    torchs, own = (m.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(64, 32), compute_q_blocks=compute_q_blocks) for m in (theirs, ours))
+    assert_same_attributes(own, torchs)
+    assert own.kv_indices is indices and own.seq_lengths == (256, 192)
+    assert repr(own) == repr(torchs) and str(own) == str(torchs)
+    again = ours.BlockMask(*(getattr(own, name) for name in ("seq_lengths", *LISTS, "BLOCK_SIZE", "mask_mod")))
+    assert_same_attributes(again, torchs)
+
+
+def test_assigned_lists_are_the_mask() -> None:
+    n = 256
+    q, k, v = tensors(n)
+    counts, indices = chosen_blocks(4, 4, 2)
+    for change in ("assigned", "written to"):
+        own = ours.create_block_mask(ours.noop_mask, B, H, n, n, device="cpu", BLOCK_SIZE=64, separate_full_blocks=False)
+        if change == "assigned":
+            own.kv_num_blocks, own.kv_indices = counts, indices
+        else:
+            own = own[:, :]
+            own.mask_mod = ours.noop_mask
+            own.kv_num_blocks = own.kv_num_blocks.contiguous()
+            own.kv_num_blocks.copy_(counts)
+            own.kv_indices = indices
+        assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, within(counts, indices, 64, n, n))[0])
+        assert int(own.q_num_blocks.sum()) == int(counts.sum())
+
+
+def test_a_derived_list_that_is_written_to_is_the_mask() -> None:
+    n = 256
+    q, k, v = tensors(n)
+    own = ours.create_block_mask(MASKS["causal"](n), 1, 1, n, n, device="cpu", BLOCK_SIZE=64)
+    ours.flex_attention(q, k, v, None, own)
+    own.full_kv_num_blocks.zero_()
+    diagonal = (torch.arange(n)[:, None] // 64 == torch.arange(n) // 64) & (torch.arange(n)[:, None] >= torch.arange(n))
+    assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, diagonal)[0])
+    assert int(own.full_q_num_blocks.sum()) == 0
+
+
+def test_an_assigned_mask_mod_decides_inside_the_blocks() -> None:
+    n = 256
+    q, k, v = tensors(n)
+    own = ours.create_block_mask(MASKS["causal"](n), None, None, n, n, device="cpu", BLOCK_SIZE=64)
+    own.mask_mod = lambda b, h, q, kv: kv % 2 == 0
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    allowed = (j // 64 < i // 64) | ((i // 64 == j // 64) & (j % 2 == 0))
+    assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, allowed)[0])
+    own.mask_mod = None
+    assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, j // 64 <= i // 64)[0])
+
+
+# -- slices, other lengths, other devices ------------------------------------------------------------------------------
+
+SLICES = {
+    "batch": 1, "last batch": -1, "batch and head": (0, 1), "batches": slice(0, 2), "heads": (slice(None), slice(1, 3)),
+    "rows": (slice(None), slice(None), slice(1, 3)), "one row": (0, 0, 2), "listed rows": (slice(None), slice(None), torch.tensor([3, 1])),
+    "all": (0, slice(0, 2), torch.tensor([1], dtype=torch.int32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["causal", "padding", "heads apart", "noop"])
+@pytest.mark.parametrize("index", SLICES.values(), ids=SLICES)
+def test_slices(index: Any, name: str) -> None:
+    n = 256
+    torchs, own = (m.create_block_mask(MASKS[name](n), B, H, n, n, device="cpu", BLOCK_SIZE=64) for m in (theirs, ours))
+    assert_same_attributes(own[index], torchs[index])
+    with pytest.raises(RuntimeError, match="Cannot use mask_mod from a sliced BlockMask"):
+        own[index].mask_mod(*places(1, 1, 1, 1))
+
+    # The queries of the slice attend by it to what they attended to before.
+    q, k, v = tensors(n)
+    whole = ours.flex_attention(q, k, v, None, own)
+    picks = [*index, slice(None), slice(None)] if isinstance(index, tuple) else [index, slice(None), slice(None)]
+    b, h, rows = (torch.arange(size)[slice(i, i + 1 or None) if isinstance(i, int) else i] for i, size in zip(picks, (B, H, 4), strict=False))
+    at = (b[:, None, None], h[None, :, None], (rows[:, None] * 64 + torch.arange(64)).flatten()[None, None])
+    kv = (b[:, None], h[None, :])
+    assert_close(ours.flex_attention(q[at], k[kv], v[kv], None, own[index]), whole[at])
+
+
+def test_slices_of_given_lists_and_of_slices() -> None:
+    counts, indices = chosen_blocks(4, 6, 3)
+    torchs, own = (m.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64) for m in (theirs, ours))
+    assert torch.equal(own[1, :, 1:3].to_dense(), torchs[1, :, 1:3].to_dense())
+    assert torch.equal(own[1:][:, 2].to_dense(), torchs[1:][:, 2].to_dense())
+
+
+def test_decoding_with_a_slice() -> None:
+    """One query against a long cache, as torch's users write it."""
+    n = 512
+    _, k, v = tensors(n)
+    whole = ours.create_block_mask(MASKS["causal"](n), None, None, n, n, device="cpu")
+    for position in (0, 127, 128, 300, 511):
+        step = whole[:, :, torch.tensor([position]) // 128]
+        offset = torch.tensor(position)
+        step.mask_mod = lambda b, h, q, kv, offset=offset: whole.mask_mod(b, h, q + offset, kv)
+        step.seq_lengths = (1, n)
+        q = torch.randn(B, H, 1, D, dtype=torch.float64)
+        assert_close(ours.flex_attention(q, k, v, None, step), dense(q, k[:, :, : position + 1], v[:, :, : position + 1])[0])
+
+
+@pytest.mark.parametrize("lengths", [(256, 256), (200, 130), (64, 256), (1, 37)], ids=str)
+def test_adjusting_to_smaller_lengths(lengths: tuple[int, int]) -> None:
+    own = ours.create_block_mask(MASKS["causal"](256), B, H, 256, 256, device="cpu", BLOCK_SIZE=64)
+    expected = ours.create_block_mask(MASKS["causal"](256), B, H, *lengths, device="cpu", BLOCK_SIZE=64)
+    lists = ours.BlockMask.from_kv_blocks(own.kv_num_blocks, own.kv_indices, own.full_kv_num_blocks, own.full_kv_indices, 64, own.mask_mod)
+    q, k, v = tensors(lengths[0], kv_len=lengths[1])
+    for mask in (own._adjust(*lengths), lists._adjust(*lengths)):
+        assert mask.shape == (B, H, *lengths) and torch.equal(mask.to_dense(), expected.to_dense())
+        assert_close(ours.flex_attention(q, k, v, None, mask), ours.flex_attention(q, k, v, None, expected))
+
+
+def test_moving() -> None:
+    own = ours.create_block_mask(MASKS["document"](256), B, H, 256, 256, device="cpu")
+    lists = ours.BlockMask.from_kv_blocks(*chosen_blocks(2, 2, 1))
+    for mask in (own, lists):
+        moved = mask.to("meta")
+        assert (moved.device.type, mask.device.type) == ("meta", "cpu")
+        assert moved.shape == mask.shape and moved.mask_mod is mask.mask_mod
+    again = own.to("cpu")
+    assert all(torch.equal(getattr(again, name), getattr(own, name)) for name in LISTS)
+
+
+def test_blocks_larger_than_the_sequence() -> None:
+    q, k, v = tensors(300)
+    for block in (512, 1 << 30):
+        own = ours.create_block_mask(MASKS["causal"](300), None, None, 300, 300, device="cpu", BLOCK_SIZE=block)
+        assert own.kv_indices.tolist() == [[[[0]]]] and block in own.BLOCK_SIZE
+        assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, allowed_by(MASKS["causal"](300), 300, 300))[0])
+    assert_close(ours.flex_attention(q, k, v, None, theirs._create_empty_block_mask(q, k)), dense(q, k, v)[0])

@@ -1,0 +1,98 @@
+"""tilewise.flex under torch.compile: block masks from outside and made inside, and a decoding step that compiles once."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as theirs
+from torch import Tensor
+
+from tests.engines.flex_problems import LISTS, MASKS, B, D, H, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
+from tilewise import flex as ours
+
+pytestmark = pytest.mark.usefixtures("torchs_flex_runs_eagerly", "seeded", "one_thread")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_gradients(function: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def with_lse(run: Callable[..., Tensor]) -> list[Tensor]:
+        return gradients(lambda *leaves: (run(*leaves, *rest), torch.zeros(1, dtype=torch.float64)), inputs)
+
+    return with_lse(torch.compile(function, backend="aot_eager", fullgraph=True)), with_lse(function)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("made_by", ["tilewise", "torch", "lists"])
+@pytest.mark.parametrize("way", ["argument", "closure"])
+def test_compiling_with_a_block_mask_from_outside(made_by: str, way: str) -> None:
+    n = 200
+    mask, bias = MASKS["document and causal"](n), numbers(H)
+    counts, indices = chosen_blocks(2, 2, 1)
+    made = {
+        "tilewise": lambda: ours.create_block_mask(mask, B, None, n, n, device="cpu"),
+        "torch": lambda: theirs.create_block_mask(mask, B, None, n, n, device="cpu"),
+        "lists": lambda: ours.BlockMask.from_kv_blocks(counts, indices, seq_lengths=(n, n)),
+    }[made_by]()
+
+    def by_argument(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
+        return ours.flex_attention(q, k, v, lambda s, b, h, i, j: s * 2 + bias[h], block_mask, kernel_options={"BLOCK_M": 64})
+
+    def by_closure(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours.flex_attention(q, k, v, lambda s, b, h, i, j: s * 2 + bias[h], made)
+
+    found = compiled_gradients(by_argument, list(tensors(n)), made) if way == "argument" else compiled_gradients(by_closure, list(tensors(n)))
+    for mine, other in zip(*found, strict=True):
+        assert_close(mine, other)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiling_the_making_of_a_block_mask() -> None:
+    n = 200
+    mask = MASKS["document"](n)
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours.flex_attention(q, k, v, block_mask=ours.create_block_mask(mask, B, H, n, n, device=q.device))
+
+    for mine, other in zip(*compiled_gradients(inside, list(tensors(n))), strict=True):
+        assert_close(mine, other)
+    made, eager = (f(mask, B, H, 256, 256, "cpu") for f in (torch.compile(ours.create_block_mask, backend="eager"), ours.create_block_mask))
+    assert all(torch.equal(getattr(made, name), getattr(eager, name)) for name in LISTS)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiling_a_decoding_step_compiles_once() -> None:
+    n = 512
+    _, k, v = tensors(n)
+    whole = ours.create_block_mask(MASKS["causal"](n), None, None, n, n, device="cpu")
+
+    def step(q: Tensor, position: Tensor, block_mask: ours.BlockMask) -> Tensor:
+        part = block_mask[:, :, position // block_mask.BLOCK_SIZE[0]]
+        part.mask_mod = lambda b, h, i, j: block_mask.mask_mod(b, h, i + position[0], j)
+        part.seq_lengths = (1, n)
+        out, aux = ours.flex_attention(q, k, v, block_mask=part, return_aux=ours.AuxRequest(lse=True))
+        return out + 0 * aux.lse[..., None]
+
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for position in (3, 200, 511):
+        q = torch.randn(B, H, 1, D, dtype=torch.float64)
+        assert_close(compiled(q, torch.tensor([position]), whole), dense(q, k[:, :, : position + 1], v[:, :, : position + 1])[0])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_slice_taken_while_compiling_wants_its_mask_mod() -> None:
+    whole = causal_blocks(256)
+
+    def untouched(q: Tensor) -> Tensor:
+        return ours.flex_attention(q, q, q, block_mask=whole[:, :, :1])
+
+    with pytest.raises(Exception, match="sliced BlockMask"):
+        torch.compile(untouched, backend="eager", fullgraph=True)(torch.randn(1, 1, 128, D))
