@@ -332,6 +332,11 @@ def slopes(draw: Draw) -> Any:
     return scores.alibi(draw.learned(draw.case.heads, size=0.0625))
 
 
+def halved(draw: Draw) -> list[Any]:
+    table = draw.learned(draw.case.heads, draw.case.q_len)
+    return [lambda s, b, h, q, kv: (s * 3.0 + table[h, q - kv]) / 2.0]
+
+
 def several_loads(draw: Draw) -> list[Any]:
     table = draw.learned(64)
     return [lambda s, b, h, q, kv: s + table[q % 64] - 0.5 * table[kv % 64] * table[(q + kv) % 64]]
@@ -548,6 +553,9 @@ SCORES = [
     Case("alibi, then softcap", score=lambda draw: [slopes(draw), scores.softcap(3.0)], **LONG),
     Case("softcap, then alibi", score=lambda draw: [scores.softcap(3.0), slopes(draw)], mask=CAUSAL, **LONG),
     Case("alibi of the paper, 6 heads", heads=6, mask=CAUSAL, score=lambda draw: [scores.alibi(6)], **LONG),
+    Case("times a number", score=lambda draw: [lambda s, b, h, q, kv: s * 2], mask=CAUSAL, **LONG),
+    Case("times a negative number", score=lambda draw: [lambda s, b, h, q, kv: s * -0.5], **LONG),
+    Case("a learned bias, times a number", score=halved, mask=CAUSAL, **LONG),
     Case("squared", score=lambda draw: [lambda s, b, h, q, kv: s * s * 0.3], **LONG),
     Case("trigonometric", score=lambda draw: [lambda s, b, h, q, kv: torch.sin(s) + torch.cos(kv * 0.1)], **LONG),
     Case("silu and where", score=lambda draw: [lambda s, b, h, q, kv: torch.where(q >= kv, torch.nn.functional.silu(s), s - 1.0)], **LONG),

@@ -76,7 +76,7 @@ def bring(p_dq, p_sum, s_dq, row, half: tl.constexpr, first, n_q, scale, D_TRUE:
     """A part of 64 x 64 of dQ; whether it is unsound. Its sums lie as backward.fragment_order left them."""
     bad = False
     if first < n_q:
-        b_x = tl.load(p_sum + row * D_SUM + half * 4096 + tl.arange(0, 4096)) * scale
+        b_x = tl.load(p_sum + row * D_SUM + half * 4096 + tl.arange(0, 4096)) * scale[2]
         b_x = b_x.reshape(4, 8, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(64, 64)
         bad = unsound(b_x)
         store_rows(p_dq + first * s_dq[2] + half * 64 * s_dq[3], s_dq, b_x, n_q - first, 64, 64, D_TRUE - half * 64)

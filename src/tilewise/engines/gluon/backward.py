@@ -34,7 +34,7 @@ from tilewise.engines.gluon.pieces import (
     unsound_rows,
     write_note,
 )
-from tilewise.engines.triton.steps import kept, unit
+from tilewise.engines.triton.steps import kept
 
 KEYS = gl.constexpr(64)  # keys of a warpgroup
 STAGE_FREE = gl.constexpr(8)  # named barriers, + stage: who is done with it last arrives (the 256 consumer threads), the load warp syncs
@@ -69,7 +69,7 @@ def backward(
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
     work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-            tiles[7], n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
+            tiles[7], n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
     gl.warp_specialize([
         (consumer, (work, SCORE, SLOPE, MAPPED, DROPOUT, 0, C)),
         (consumer, (work, SCORE, SLOPE, MAPPED, DROPOUT, 1, C)),
@@ -261,7 +261,7 @@ def own_keys(kv_bufs, WHICH: gl.constexpr, note, WG: gl.constexpr, C: gl.constex
 @gluon.jit
 def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-     p_stencils, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
+     p_stencils, n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     kv_full, q_full, do_full = bars
     tile_notes, step_notes = notes
@@ -279,7 +279,7 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
     no_dq = gl.zeros([64, 64], gl.float32, Q_L)
     b_dk = gl.zeros([KEYS, D], gl.float32, D_L)
     b_dv = gl.zeros([KEYS, D], gl.float32, D_L)
-    c = unit(scale, SCORE)
+    c = scale[1]
 
     mbarrier.wait(kv_full.index(0), 0)
     i_bh = read_note(tile_notes, 0)
@@ -307,7 +307,7 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
             dp_token = warpgroup_mma(own_keys(kv_bufs, 1, note, WG, C), do.permute((1, 0)), no_s, use_acc=False, is_async=True)
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, COLUMN), 0)
             b_lse = lse_bufs.index(stage).load(COLUMN)
-            b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE)
+            b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, score, SCORE)
             if note % 2 != 0:
                 b_s = stencilled(b_s, b_words)
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 0))
@@ -319,9 +319,9 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
             dv_token = warpgroup_mma(gl.convert_layout(b_pd.to(dtype), A_L, assert_trivial=True), do, b_dv, is_async=True)
             b_slope = b_p
             if SLOPE is not None:  # early, so that the raw scores' registers are free again
-                i_q, i_k = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
-                b_slope = b_p * SLOPE(b_raw * scale, i_b, i_h, i_q, i_k, score[0], score[1], score[2], score[3])
-                b_slope = gl.where(b_s != float("-inf"), b_slope, 0.0)  # where the mask forbids, a score may well have no derivative
+                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, o_q, o_kv, score[0], score[1], score[2], score[3])
+                if note % 2 != 0:  # where the mask forbids, a score may well have no derivative
+                    b_slope = stencilled(b_slope, b_words, 0.0)
 
             # dS^T, to registers for dK and to shared memory for dQ
             b_dp = warpgroup_mma_wait(1, deps=[dp_token])
@@ -361,7 +361,7 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
     bar_sync(LOOP_DONE, 256)  # the other warpgroup may still read our keys for its last dQ
     unsound = gl.max(unsound_rows(b_dk) | unsound_rows(b_dv), 0)
     gl.store(p_unsound + (i_bh * n_tiles + i_kv) * 2 + WG, unsound)
-    own_keys(kv_bufs, 0, 0, WG, C).store((b_dk * scale).to(dtype))
+    own_keys(kv_bufs, 0, 0, WG, C).store((b_dk * scale[2]).to(dtype))
     own_keys(kv_bufs, 1, 0, WG, C).store(b_dv.to(dtype))
     fence_async_shared()
     i_hk = i_bh % (n_heads // ratio)

@@ -25,7 +25,7 @@ from tilewise.engines.gluon.pieces import (
     tma_store,
     unsound_rows,
 )
-from tilewise.engines.triton.steps import kept, unit
+from tilewise.engines.triton.steps import kept
 
 KEYS = gl.constexpr(32)  # keys of a warpgroup in S and dP
 DQ_STAGED = gl.constexpr(10)  # named barriers, + 2 * warpgroup + stage: its 128 threads arrive, the store warp syncs
@@ -57,7 +57,7 @@ def backward(
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
     work = (p_unsound, p_seed, bufs, p_bufs, ds_bufs, dq_bufs, bars, notes,
-            tiles[7], n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
+            tiles[7], n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
     gl.warp_specialize([
         (consumer, (dv_desc, work, SCORE, SLOPE, MAPPED, DROPOUT, 0, C)),
         (consumer, (dk_desc, work, SCORE, SLOPE, MAPPED, DROPOUT, 1, C)),
@@ -89,11 +89,17 @@ def store_dq(dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C: gl.cons
 
 
 @gluon.jit
+def allowed(b_x, b_words, o_kv, n_kv, WG: gl.constexpr, other: gl.constexpr):
+    """`other` where the mask or the end forbids. A word's bits are those of all keys."""
+    return gl.where(o_kv < n_kv, stencilled(b_x, b_words >> (WG * KEYS // 4), other), other)
+
+
+@gluon.jit
 def consumer(
     sum_desc, args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     (p_unsound, p_seed, bufs, p_bufs, ds_bufs, dq_bufs, bars, notes,
-     p_stencils, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
+     p_stencils, n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     dq_buf = dq_bufs[WG]
     kv_full, q_full, do_full = bars
@@ -115,7 +121,7 @@ def consumer(
     no_s = gl.zeros([M, KEYS], gl.float32, S_L)
     no_dq = gl.zeros([M, HALF], gl.float32, Q_L)
     b_sum = gl.zeros([N, D], gl.float32, D_L)  # dV, or dK
-    c = unit(scale, SCORE)
+    c = scale[1]
 
     mbarrier.wait(kv_full.index(0), 0)
     i_bh = read_note(tile_notes, 0)
@@ -144,10 +150,9 @@ def consumer(
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, ROW), 1)
             o_kv = gl.expand_dims(n0 + zero + WG * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_L)), 0)
             b_lse = lse_bufs.index(stage).load(ROW)
-            b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE)
+            b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, score, SCORE)
             if note % 2 != 0:
-                b_s = stencilled(b_s, b_words >> (WG * KEYS // 4))  # a word's bits are those of all keys
-                b_s = gl.where(o_kv < n_kv, b_s, float("-inf"))
+                b_s = allowed(b_s, b_words, o_kv, n_kv, WG, float("-inf"))
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 1))
             b_pd = b_p
             if DROPOUT:
@@ -162,9 +167,9 @@ def consumer(
                 bar_arrive(P_THERE, 256)
             b_slope = b_p
             if SLOPE is not None:  # early, so that the raw scores' registers are free again
-                i_q, i_k = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
-                b_slope = b_p * SLOPE(b_raw * scale, i_b, i_h, i_q, i_k, score[0], score[1], score[2], score[3])
-                b_slope = gl.where(b_s != float("-inf"), b_slope, 0.0)  # where the mask forbids, a score may well have no derivative
+                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, o_q, o_kv, score[0], score[1], score[2], score[3])
+                if note % 2 != 0:  # where the mask forbids, a score may well have no derivative
+                    b_slope = allowed(b_slope, b_words, o_kv, n_kv, WG, 0.0)
 
             # dS, under dV
             b_dp = warpgroup_mma_wait(1 if WG == 0 else 0, deps=[dp_token])
@@ -197,7 +202,7 @@ def consumer(
     unsound = gl.max(unsound_rows(b_sum), 0)
     gl.store(p_unsound + (i_bh * n_tiles + i_kv) * 2 + WG, unsound)
     if WG == 1:
-        b_sum *= scale
+        b_sum *= scale[2]
     out = kv_bufs.index(1 - WG)
     out.reshape([N, D]).store(b_sum.to(dtype))
     fence_async_shared()

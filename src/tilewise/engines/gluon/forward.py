@@ -38,7 +38,7 @@ from tilewise.engines.gluon.pieces import (
     unsound_rows,
     write_note,
 )  # fmt: skip
-from tilewise.engines.triton.steps import kept, unit
+from tilewise.engines.triton.steps import kept
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
 TILE_NOTES = gl.constexpr(5)
@@ -243,7 +243,7 @@ def consumer(
         masked = read_note(tile_notes, TILE_NOTES * WG + 3)
         stencil_row = (read_note(tile_notes, TILE_NOTES * WG + 4) * NWG + WG) * ROWS
         m0 = (i_tile * NWG + WG) * ROWS
-        place = (i_bh // n_heads, i_bh % n_heads, m0, n_q, n_kv, scale, threshold, p_seed, score)
+        place = (i_bh // n_heads, i_bh % n_heads, m0, n_kv, scale, threshold, p_seed, score)
         b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
         b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
@@ -271,7 +271,7 @@ def consumer(
 
         # Out. Everything is in base 2 from here on.
         b_sum = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)
-        b_top = b_m * unit(scale, SCORE)
+        b_top = b_m * scale[1]
         o_q = m0 + gl.arange(0, ROWS, ROW)
         o_row = i_bh.to(gl.int64) * n_q + o_q
         gl.store(p_highest + o_row, b_top * LN2, mask=o_q < n_q)
@@ -406,20 +406,20 @@ def softmax_step(
     SCORE: gl.constexpr, MAPPED: gl.constexpr, FIRST: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """From q.k to weights. Running maximum b_m [ROWS], sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
-    i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, score = place
+    i_b, i_h, m0, n_kv, scale, threshold, p_seed, score = place
     BN: gl.constexpr = C.value.block_n
     S_L: gl.constexpr = b_s.type.layout
     BY_THREAD: gl.constexpr = by_thread(ROWS, BN)
     o_q = gl.expand_dims(m0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_L)), 1)
     o_kv = gl.expand_dims(n0 + gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
-    b_s = scored(b_s, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE)
+    b_s = scored(b_s, scale, i_b, i_h, o_q, o_kv, score, SCORE)
     if MAPPED:
         if masked:
             b_s = stencilled(b_s, b_words)
     elif FIRST:  # without a map the keys' end comes first
         if masked:
             b_s = gl.where(o_kv < n_kv, b_s, float("-inf"))
-    c = unit(scale, SCORE)
+    c = scale[1]
     b_high = gl.max(gl.max(gl.max(b_s.reshape(BY_THREAD), 1), 2), 1)
     b_new = gl.maximum(b_m, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))
     b_base = gl.where(b_new == float("-inf"), 0.0, b_new * c)  # a row with nothing yet: measure from 0, weights are 0

@@ -95,11 +95,10 @@ def runs_of(tiles, row):
 
 
 @gluon.jit
-def scored(b_s, scale, i_b, i_h, o_q, o_kv, n_q, n_kv, score, SCORE: gl.constexpr):
-    """What a score function makes of q.k. o_q and o_kv are a column and a row, or a row and a column; it never sees a place past the end."""
+def scored(b_s, scale, i_b, i_h, o_q, o_kv, score, SCORE: gl.constexpr):
+    """What a score function makes of q.k. o_q and o_kv are a column and a row, or a row and a column."""
     if SCORE is not None:
-        i_q, i_kv = gl.minimum(o_q, n_q - 1), gl.minimum(o_kv, n_kv - 1)
-        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
+        b_s = SCORE(b_s * scale[0], i_b, i_h, o_q, o_kv, score[0], score[1], score[2], score[3])
     return b_s
 
 
@@ -126,14 +125,14 @@ def load_stencil(p_stencils, row, wanted, n_left, b_like, MAPPED: gl.constexpr):
 
 
 @gluon.jit
-def stencilled(b_s, b_words):
-    """-inf where a stencil's bit is 0."""
+def stencilled(b_s, b_words, other: gl.constexpr = float("-inf")):
+    """`other` where a stencil's bit is 0."""
     b_x = b_s.reshape(by_thread(b_s.shape[0], b_s.shape[1]))
     BY_THREAD: gl.constexpr = b_x.type.layout
     o_pair = gl.arange(0, b_x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, BY_THREAD))))
     o_one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BY_THREAD))))
     b_bit = 1 << (axis(o_pair, 1) * 2 + axis(o_one, 3))
-    b_x = gl.where((gl.expand_dims(gl.expand_dims(b_words, 1), 3) & b_bit) != 0, b_x, float("-inf"))
+    b_x = gl.where((gl.expand_dims(gl.expand_dims(b_words, 1), 3) & b_bit) != 0, b_x, other)
     return gl.convert_layout(b_x.reshape(b_s.shape), b_s.type.layout, assert_trivial=True)
 
 

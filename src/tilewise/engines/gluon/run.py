@@ -15,7 +15,7 @@ from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.config import padded
 from tilewise.engines.triton.driver import current_stream
 from tilewise.engines.triton.launch import Described, Interpreted, Launch, Prepared, prepare
-from tilewise.engines.triton.mods import mask_of, mod_arguments, score_of, slope_of
+from tilewise.engines.triton.mods import mask_of, mod_arguments, scales, score_of, slope_of
 from tilewise.engines.triton.run import dropout_arguments, mask_is_inside, prepared, seed_of, shape_arguments, strides
 from tilewise.problem import Problem
 
@@ -149,7 +149,7 @@ def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "tiles": walked.tensors, "s_tiles": walked.strides, **shape_arguments(p), "n_tiles": walked.count, "n_bh": heads,
-            "n_group": group, "scale": float(p.scale), **dropout_arguments(p), "score": mod_arguments(p)["score"],
+            "n_group": group, "scale": scales(p), **dropout_arguments(p), "score": mod_arguments(p)["score"],
         },
         {
             "SCORE": score_of(p), "MAPPED": walked.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
@@ -168,7 +168,7 @@ def mend_forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), "s_out": strides(own["p_out"]),
-            "tiles": tiles.tensors, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale),
+            "tiles": tiles.tensors, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "scale": scales(p),
             **dropout_arguments(p), **mod_arguments(p),
         },
         {
@@ -200,7 +200,7 @@ def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "tiles": walked.tensors, "s_tiles": walked.strides, **shape_arguments(p), "n_tiles": walked.count, "n_bh": p.batch * p.kv_heads,
-            "n_group": heads_at_a_time(p, walked), "n_padded": padded_rows(p), "scale": float(p.scale), **dropout_arguments(p),
+            "n_group": heads_at_a_time(p, walked), "n_padded": padded_rows(p), "scale": scales(p), **dropout_arguments(p),
             "score": mod_arguments(p)["score"],
         },
         {
@@ -222,7 +222,7 @@ def finish_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             **{f"s_{name}": strides(own[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
             "rows": rows.tensors, "s_rows": rows.strides, "n_rows": rows.count,
             "columns": columns.tensors, "s_columns": columns.strides, "n_columns": columns.count,
-            "n_query_programs": query_programs, **shape_arguments(p), "n_padded": padded_rows(p), "scale": float(p.scale),
+            "n_query_programs": query_programs, **shape_arguments(p), "n_padded": padded_rows(p), "scale": scales(p),
             **dropout_arguments(p), **mod_arguments(p),
         },
         {

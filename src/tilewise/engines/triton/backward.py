@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewise.engines.triton import config
 from tilewise.engines.triton.careful import key_rows, query_rows, weightless
-from tilewise.engines.triton.steps import final_scores, full_runs, kept, load_rows, mask_decides, masked_runs, rows_product, run_of, store_rows, unit, unsound
+from tilewise.engines.triton.steps import final_scores, full_runs, kept, load_rows, mask_decides, masked_runs, rows_product, run_of, store_rows, unsound
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def keys(
     p_v += i_b * s_v[0] + i_hk * s_v[1]
     p_dk += i_b * s_dk[0] + i_hk * s_dk[1]
     p_dv += i_b * s_dv[0] + i_hk * s_dv[1]
-    store_rows(p_dk + first * s_dk[2], s_dk, b_dk * scale, n_left, N, D, D_TRUE)
+    store_rows(p_dk + first * s_dk[2], s_dk, b_dk * scale[2], n_left, N, D, D_TRUE)
     store_rows(p_dv + first * s_dv[2], s_dv, b_dv, n_left, N, DV, DV_TRUE)
     if unsound(b_dk) | unsound(b_dv):
         key_rows(
@@ -225,7 +225,7 @@ def keys_step(
         b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     if MASKED and SCORE is not None:  # queries past the end have no lse to keep their scores small
         b_s = tl.where((o_q < n_q)[None, :], b_s, float("-inf"))
-    b_s = b_s * unit(scale, SCORE)
+    b_s = b_s * scale[1]
     if FOLDED and SLOPE is not None:
         b_s = shifted(b_s, b_w, p_lse_parts, o_bh + first, n_left, M, UPCAST, MASKED)
     if not FOLDED:
@@ -243,7 +243,7 @@ def keys_step(
         b_dp -= tl.load(p_delta + o_bh + o_q, mask=o_q < n_q, other=0.0)[None, :]
     b_ds = b_p * b_dp
     if SLOPE is not None:
-        b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], score[0], score[1], score[2], score[3])
+        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, seen_q, o_kv[:, None], score[0], score[1], score[2], score[3])
         if MASKED:  # where the mask forbids, a score may well have no derivative
             b_ds = tl.where(b_s != float("-inf"), b_ds, 0.0)
     b_dv = tl.dot(b_pd.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
@@ -286,7 +286,7 @@ def queries(
         b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, score_g, tiles, row, i_b, i_h, o_q, n_q, n_kv, scale, keep_scale, threshold, mask, score,
         MASK, SCORE, SLOPE, SCATTER, MAPPED, GIVEN, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     p_dq += i_b * s_dq[0] + i_h * s_dq[1]
-    store_rows(p_dq + first * s_dq[2], s_dq, b_dq * scale, n_left, M, D, D_TRUE)
+    store_rows(p_dq + first * s_dq[2], s_dq, b_dq * scale[2], n_left, M, D, D_TRUE)
     if unsound(b_dq):
         o_bh -= first
         query_rows(
@@ -350,19 +350,18 @@ def queries_step(
     b_raw = rows_product(b_q, b_k, PRECISION)  # [M, N]
     i_q = tl.minimum(o_q, n_q - 1)[:, None]
     b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
-    b_p = tl.exp2(b_s * unit(scale, SCORE) - b_lse[:, None])
+    b_p = tl.exp2(b_s * scale[1] - b_lse[:, None])
     b_dp = rows_product(b_do, b_v, PRECISION)
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
-    seen_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
     if SCATTER is not None:
         attended = (b_s != float("-inf")) & (o_q < n_q)[:, None]
         b_ds = tl.where(attended, b_ds, 0.0)
-        SCATTER(b_ds, attended, b_raw * scale, i_b, i_h, i_q, seen_kv, score[0], score[1], score[2], score[3], score_g)
+        SCATTER(b_ds, attended, b_raw * scale[0], i_b, i_h, i_q, o_kv[None, :], score[0], score[1], score[2], score[3], score_g)
     if SLOPE is not None:
-        b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, i_q, seen_kv, score[0], score[1], score[2], score[3])
+        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, i_q, o_kv[None, :], score[0], score[1], score[2], score[3])
         if MASKED:
             b_ds = tl.where(b_s != float("-inf"), b_ds, 0.0)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -374,9 +373,9 @@ def queries_step(
 @triton.jit
 def final_scores_t(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
     """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their sums are not stored."""
-    i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
     if SCORE is not None:
-        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
+        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, o_kv[:, None], score[0], score[1], score[2], score[3])
     if MASKED and MASK is not None:
+        i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
         b_s = tl.where((MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & decides) >= 0, b_s, float("-inf"))
     return b_s

@@ -13,7 +13,7 @@ A row is a block of shape [1, ...], so that masks and scores see the same shapes
 import triton
 import triton.language as tl
 
-from tilewise.engines.triton.steps import LOG2E, all_runs, final_scores, kept, load_rows, mask_decides, rounded_product, run_of, store_rows, unit
+from tilewise.engines.triton.steps import LOG2E, all_runs, final_scores, kept, load_rows, mask_decides, rounded_product, run_of, store_rows
 
 CHUNK: tl.constexpr = tl.constexpr(16)  # keys, or queries, looked at in one step: tiles are cut smaller, so that there is little to compile
 
@@ -41,7 +41,7 @@ def row_step(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_s = tl.sum(b_k * b_q, 1)[None, :]
     b_s = final_scores(b_s, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, decides, mask, score, MASK, SCORE, True)
-    b_s = rounded_product(b_s, unit(scale, SCORE))
+    b_s = rounded_product(b_s, scale[1])
     b_top = tl.maximum(b_m, tl.max(b_s, 1))
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_p = tl.exp2(b_s - b_base[:, None])
@@ -123,15 +123,14 @@ def gradient_of_row(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE).to(tl.float32)
     b_raw = tl.sum(b_k * b_q, 1)[None, :]
     b_s = final_scores(b_raw, scale, i_b, i_h, o_q[:, None], o_kv, n_kv, decides, mask, score, MASK, SCORE, True)
-    b_p = at_most_one(b_s * unit(scale, SCORE) - b_lse[:, None])
+    b_p = at_most_one(b_s * scale[1] - b_lse[:, None])
     b_dp = tl.sum(b_v * b_do, 1)[None, :]
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     if SLOPE is not None:
-        i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
-        b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, o_q[:, None], i_kv, score[0], score[1], score[2], score[3])
+        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, o_q[:, None], o_kv[None, :], score[0], score[1], score[2], score[3])
     return b_ds, b_s, b_k
 
 
@@ -158,7 +157,7 @@ def query_rows(
                     b_q, b_do, b_lse, b_delta, p_k, p_v, s_k, s_v, p_seed, i_b, i_h, o_q, i_kv, n_kv, decides, scale, keep_scale, threshold,
                     mask, score, MASK, SCORE, SLOPE, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
                 b_dq += heard_sum(tl.trans(b_ds), tl.trans(b_s), b_k)[None, :]
-        store_rows(p_dq + i_q * s_dq[2], s_dq, b_dq * scale, 1, 1, D, D_TRUE)
+        store_rows(p_dq + i_q * s_dq[2], s_dq, b_dq * scale[2], 1, 1, D, D_TRUE)
 
 
 @triton.jit
@@ -179,7 +178,7 @@ def key_step(
     seen_q = tl.minimum(o_q, n_q - 1)[:, None]
     b_s = final_scores(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, True)
     b_s = tl.where((o_q < n_q)[:, None], b_s, float("-inf"))
-    b_p = at_most_one(b_s * unit(scale, SCORE) - b_lse)
+    b_p = at_most_one(b_s * scale[1] - b_lse)
     b_dp = tl.sum(b_do * b_v, 1)[:, None]
     b_pd = b_p
     if DROPOUT:
@@ -188,7 +187,7 @@ def key_step(
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta)
     if SLOPE is not None:
-        b_ds = b_ds * SLOPE(b_raw * scale, i_b, i_h, seen_q, o_kv[None, :], score[0], score[1], score[2], score[3])
+        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, seen_q, o_kv[None, :], score[0], score[1], score[2], score[3])
     return b_dk + heard_sum(b_ds, b_s, b_q)[None, :], b_dv + heard_sum(b_pd, b_s, b_do)[None, :]
 
 
@@ -220,7 +219,7 @@ def key_rows(
                     b_dk, b_dv = key_step(
                         b_k, b_v, b_dk, b_dv, p_qh, p_doh, p_lse + o_bh, p_delta + o_bh, s_q, s_do, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
                         decides, scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, DROPOUT, CHUNK, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
-        store_rows(p_dk + i_kv * s_dk[2], s_dk, b_dk * scale, 1, 1, D, D_TRUE)
+        store_rows(p_dk + i_kv * s_dk[2], s_dk, b_dk * scale[2], 1, 1, D, D_TRUE)
         store_rows(p_dv + i_kv * s_dv[2], s_dv, b_dv, 1, 1, DV, DV_TRUE)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import CHUNK, row_step
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_rows, lost, rows_product, unit, unsound
+from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_rows, lost, rows_product, unsound
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def split_step(
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     b_s = rows_product(b_q, b_k, PRECISION)
     b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, -1, mask, score, MASK, SCORE, BOUNDED or MASK is not None)
-    c = unit(scale, SCORE)
+    c = scale[1]
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_p = tl.exp2(b_s * c - b_base[:, None])

@@ -21,7 +21,6 @@ from tilewise.engines.triton.steps import (
     rows_product,
     run_of,
     store_rows,
-    unit,
     unsound,
 )
 
@@ -123,7 +122,7 @@ def attend(
     o_kv = i_kv * N + tl.arange(0, N)
     i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
     b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
-    c = unit(scale, SCORE)
+    c = scale[1]
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a row with nothing yet: measure from 0, weights are 0
     b_p = tl.exp2(b_s * c - b_base[:, None])

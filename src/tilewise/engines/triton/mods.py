@@ -1,18 +1,21 @@
 """Generated mask and score functions of a problem, made once per structure."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tilewise.engines.emitting import Extents, Layout
+from tilewise.engines.triton.config import LOG2E
 from tilewise.engines.triton.emit import Writer, fixed_source, gauge_source, mask_source, scatter_source, score_source, slope_source
 from tilewise.engines.triton.modules import Generated, generated
-from tilewise.lang import Call, Derivative, Program, derive
+from tilewise.lang import Call, Derivative, Program, derive, factored
 from tilewise.lang.program import literal_value
 from tilewise.problem import Problem
 
 MOST_FUNCTIONS = 4096
+LARGEST_TILE = 256  # queries or keys of any kernel's tiles
 SMALLEST_SCALE = 1e-3  # kernels multiply by a smaller one, or a negative one, before they look for the largest score
 UNCHANGED = generated("score_mod", ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", "    return score"])
 ONE = generated("slope", ["@triton.jit", "def slope(score, b, h, q, kv, p, i, f, s):", "    return 1.0"])
@@ -21,30 +24,62 @@ _functions: dict[Any, tuple[Generated | None]] = {}
 
 def mask_of(p: Problem) -> Generated | None:
     """Exact whatever the inputs' type: a rounding may change what is allowed."""
-    make = lambda call: generated("mask", mask_source(_writer(call.program, call, p, True)))  # noqa: E731
+    make = lambda call: generated("mask", mask_source(_writer(call.program, call, extents_of(p), True)))  # noqa: E731
     return None if p.mask is None else _function("mask", p.mask, p, make)
 
 
 def score_of(p: Problem) -> Generated | None:
-    """None where the scores are q.k times a scale that may be applied last."""
-    if p.score is None:
-        return None if p.scale >= SMALLEST_SCALE else UNCHANGED
-    return _function("score", p.score, p, lambda call: generated("score_mod", score_source(_score_writer(call.program, call, p))))
+    """None where the scores are q.k times a number that may be applied last."""
+    _, call, _ = _inner(p)
+    if call is None or call.program.instructions[call.program.results[0]].op == "score":
+        return None if _product(p) >= SMALLEST_SCALE else UNCHANGED
+    return _function("score", call, p, lambda call: generated("score_mod", score_source(_score_writer(call.program, call, p))))
 
 
 def slope_of(p: Problem) -> Generated | None:
     """The score's derivative with respect to the incoming score; None where that is 1 and the scale may be divided by."""
-    if p.score is None:
-        return None if p.scale >= SMALLEST_SCALE else ONE
+    _, call, _ = _inner(p)
+    by_scale = _product(p) >= SMALLEST_SCALE
+    if call is None:
+        return None if by_scale else ONE
 
     def make(call: Call) -> Generated | None:
         program = derive(call.program, frozenset()).program
         op, _, attr, _ = program.instructions[program.results[0]]
-        if op == "literal" and literal_value(attr) == 1 and p.scale >= SMALLEST_SCALE:
+        if op == "literal" and literal_value(attr) == 1 and by_scale:
             return None
         return generated("slope", slope_source(_score_writer(program, call, p)))
 
-    return _function("slope", p.score, p, make)
+    return _function(f"slope {by_scale}", call, p, make)
+
+
+def _inner(p: Problem) -> tuple[float, Call | None, float]:
+    """The score without the numbers it multiplies by first and last (lang/factors.py), between them. Scores of float32 inputs are computed as
+    they are written: every rounding counts there."""
+    if p.score is None or p.dtype == torch.float32:
+        return 1.0, p.score, 1.0
+    known = p.memory.get("factored")
+    if known is None:
+        known = p.memory["factored"] = factored(p.score)
+    return known.factor, replace(known.call, captures=p.score.captures), known.gain
+
+
+def _product(p: Problem) -> float:
+    factor, _, gain = _inner(p)
+    return p.scale * factor * gain
+
+
+def scales(p: Problem) -> tuple[float, float, float]:
+    """Of q.k before the score function; of what it returns, into base 2; of sums over dS, into dQ and dK. Without a score function q.k is
+    multiplied once, on its way into base 2, where that costs nothing."""
+    factor, _, gain = _inner(p)
+    into_base_2 = _product(p) if score_of(p) is None else gain
+    return float(p.scale * factor), float(into_base_2 * LOG2E), float(_product(p))
+
+
+def gain_of(p: Problem) -> float:
+    """What gradients of a score's captures have to be multiplied by."""
+    return _inner(p)[2]
 
 
 def scatter_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
@@ -62,7 +97,8 @@ def _shares_of(p: Problem, wanted: frozenset[int], entry: str, source: Callable[
         derivative = derive(call.program, wanted)
         return generated(entry, source(_score_writer(derivative.program, call, p), derivative))
 
-    return None if p.score is None or not wanted else _function(f"{entry} {sorted(wanted)}", p.score, p, make)
+    _, call, _ = _inner(p)
+    return None if call is None or not wanted else _function(f"{entry} {sorted(wanted)}", call, p, make)
 
 
 def _function(kind: str, call: Call, p: Problem, make: Callable[[Call], Generated | None]) -> Generated | None:
@@ -81,14 +117,15 @@ def extents_of(p: Problem) -> Extents:
     return Extents(p.batch, p.heads, p.q_len, p.kv_len)
 
 
-def _writer(program: Program, call: Call, p: Problem, precise: bool) -> Writer:
+def _writer(program: Program, call: Call, extents: Extents, precise: bool) -> Writer:
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, t.numel() >= 2**31) for t in call.captures)
-    return Writer(program, call, extents_of(p), layouts, precise)
+    return Writer(program, call, extents, layouts, precise)
 
 
 def _score_writer(program: Program, call: Call, p: Problem) -> Writer:
-    """Scores of 16-bit inputs do not see the last bits."""
-    return _writer(program, call, p, p.dtype == torch.float32)
+    """Scores of 16-bit inputs do not see the last bits. Places past the end are computed too, and not used: only loads must be kept inside."""
+    extents = extents_of(p)
+    return _writer(program, call, extents._replace(q=extents.q + LARGEST_TILE, kv=extents.kv + LARGEST_TILE), p.dtype == torch.float32)
 
 
 def mod_arguments(p: Problem) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tilewise.engines.triton import fixed_point, interpreted, tuning
 from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, architecture, prepare, sources_digest
 from tilewise.engines.triton.looking import kernel_map
-from tilewise.engines.triton.mods import gauge_of, mask_of, mod_arguments, scatter_of, score_of, slope_of
+from tilewise.engines.triton.mods import gain_of, gauge_of, mask_of, mod_arguments, scales, scatter_of, score_of, slope_of
 from tilewise.engines.triton.walks import column_tiles, row_tiles
 from tilewise.problem import Problem
 
@@ -109,12 +109,19 @@ def _gradients(p: Problem, own: dict[str, Any], wanted: frozenset[int], places: 
     if not p.deterministic:
         shares = fixed_point.zeros(p, wanted, wide(p))
         start("gradients", shares, gradients_launch)
-        return {k: shares[k].to(p.score.captures[k].dtype) for k in wanted}
+        return {k: _as_gradient(p, k, shares[k]) for k in wanted}
     gauged = fixed_point.gauges(p, wanted)
     start("gauge", gauged.arguments, gauge_launch)
     found = fixed_point.totals(p, wanted, gauged.limits)
     start("gradients", found.arguments, gradients_launch)
-    return {k: fixed_point.gradient(k, found, gauged).to(p.score.captures[k].dtype) for k in wanted}
+    return {k: _as_gradient(p, k, fixed_point.gradient(k, found, gauged)) for k in wanted}
+
+
+def _as_gradient(p: Problem, slot: int, shares: Tensor) -> Tensor:
+    """Of a capture, from the sum of its shares."""
+    assert p.score is not None
+    gain = gain_of(p)
+    return (shares if gain == 1.0 else shares * gain).to(p.score.captures[slot].dtype)
 
 
 # -- kernels made ready ----------------------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ def forward_launch(p: Problem, own: dict[str, Any], config: Config) -> Launch:
         own,
         {
             "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), "s_out": strides(own["p_out"]),
-            "tiles": tiles.tensors, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "scale": float(p.scale),
+            "tiles": tiles.tensors, "s_tiles": tiles.strides, **shape_arguments(p), "n_tiles": tiles.count, "scale": scales(p),
             **dropout_arguments(p), **mod_arguments(p),
         },
         {
@@ -222,7 +229,7 @@ def split_launch(p: Problem, own: dict[str, Any], splits: int, config: Config) -
         own,
         {
             "s_q": strides(p.query), "s_k": strides(p.key), "s_v": strides(p.value), **shape_arguments(p),
-            "n_splits": splits, "per_split": -(-p.kv_len // (config.n * splits)), "scale": float(p.scale), "threshold": threshold(p.dropout_p),
+            "n_splits": splits, "per_split": -(-p.kv_len // (config.n * splits)), "scale": scales(p), "threshold": threshold(p.dropout_p),
             **mod_arguments(p),
         },
         {
@@ -255,7 +262,7 @@ def sums_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len,
-            "unit": float(p.scale) * LOG2E if slope_of(p) is None else 1.0,
+            "unit": scales(p)[2] * LOG2E if slope_of(p) is None else 1.0,
         },
         {"HAS_DLSE": own["p_dlse"] is not None, "FOLDED": own["p_lse_parts"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
         4, 1,
@@ -281,7 +288,7 @@ def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], ke
             **{f"s_{name}": strides(own[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
             "columns": columns.tensors, "s_columns": columns.strides, "n_columns": columns.count,
             "rows": rows.tensors, "s_rows": rows.strides, "n_rows": rows.count, "n_key_programs": key_programs,
-            **shape_arguments(p), "scale": float(p.scale), **dropout_arguments(p), **mod_arguments(p),
+            **shape_arguments(p), "scale": scales(p), **dropout_arguments(p), **mod_arguments(p),
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": rows.mapped,

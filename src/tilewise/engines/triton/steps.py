@@ -98,25 +98,17 @@ def rows_product(b_x, b_y, PRECISION: tl.constexpr, LONGEST: tl.constexpr = LONG
 def final_scores(
     b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """From q.k to the final score: the score function, then -inf where the mask (see mask_decides) or the end forbids. To be multiplied by `unit`."""
-    i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
+    """From q.k to the final score: the score function, then -inf where the mask (see mask_decides) or the end forbids. To be multiplied by
+    scale[1] (see mods.scales)."""
     if SCORE is not None:
-        b_s = SCORE(b_s * scale, i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
+        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, o_kv[None, :], score[0], score[1], score[2], score[3])
     if MASKED:
         allowed = (n_kv - 1 - o_kv)[None, :]  # negative: forbidden
         if MASK is not None:
+            i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
             allowed = allowed | (MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & decides)
         b_s = tl.where(allowed >= 0, b_s, float("-inf"))
     return b_s
-
-
-@triton.jit
-def unit(scale, SCORE: tl.constexpr):
-    """What turns final scores into base 2. Without a score function the scale waits until here, where the multiplication costs nothing."""
-    if SCORE is None:
-        return scale * LOG2E
-    else:
-        return LOG2E
 
 
 @triton.jit
