@@ -16,6 +16,7 @@ TABLE = torch.arange(12).view(3, 4)
 EMPTY = torch.zeros(0)
 COMPLEX = torch.zeros(5, dtype=torch.complex64)
 ROW = torch.zeros(5)
+PAIRS = torch.zeros(3, 4, dtype=torch.bool)
 
 
 @torch.library.custom_op("tilewise_tests::add", mutates_args=())
@@ -37,6 +38,11 @@ def mutates_by_fixed_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s
 
 
+def writes_to_a_row(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    TABLE[h][0] = 1
+    return s
+
+
 def mutates_a_symbol_by_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     s[0] = 1.0
     return s
@@ -50,6 +56,8 @@ def unpacks(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     first, *_ = q
     return s + first
 
+
+PRODUCTS = ["the 4 products of two captured rows", "can only be summed", "(a * c).sum() or torch.dot(a, c)"]
 
 # The function, and what its error must say besides the place. Every function fails on the line after its `def`, or on its lambda's.
 REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
@@ -91,12 +99,39 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "too many arguments": (lambda s, b, h, q, kv: s.minimum(q, kv), ["minimum", "minimum(input, other)"]),
     "float alpha of integers": (lambda s, b, h, q, kv: torch.add(q, kv, alpha=0.5), ["alpha=0.5"]),
     "rounding mode": (lambda s, b, h, q, kv: s.div(q, rounding_mode="up"), ["rounding_mode", "'up'", "'floor'"]),
+    "unknown keyword of a conversion": (lambda s, b, h, q, kv: q.float(nonsense=3), ["float", "nonsense=3", "memory_format"]),
+    "unknown keyword of to": (lambda s, b, h, q, kv: q.to("meta", nonsense=3), ["to", "nonsense=3", "device, dtype"]),
+    "to two dtypes": (lambda s, b, h, q, kv: q.to(torch.int8, torch.int16), ["torch.int8 and then torch.int16", ".to(dtype)"]),
+    "to two dtypes, one by name": (lambda s, b, h, q, kv: q.to(s, dtype=torch.int16), ["torch.float32 and then torch.int16", ".to(dtype)"]),
+    "to dtype and device": (lambda s, b, h, q, kv: q.to(torch.int8, "cpu"), ["torch.int8 and then 'cpu'", ".to(device, dtype)"]),
+    "a capture to a symbol": (lambda s, b, h, q, kv: TABLE.to(s)[h, q], ["captured tensor", ".to(value.dtype)"]),
+    "a capture as a symbol": (lambda s, b, h, q, kv: TABLE.type_as(s)[h, q], ["captured tensor", ".to(value.dtype)"]),
+    "to no dtype": (lambda s, b, h, q, kv: q.to("cpu", 3), ["dtype such as torch.float32", "got 3"]),
+    "to something else": (lambda s, b, h, q, kv: q.to([1]), ["a dtype, a device or another value", "got [1]"]),
+    "to a row": (lambda s, b, h, q, kv: q.to(TABLE[h]), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "as products": (lambda s, b, h, q, kv: q.type_as(TABLE[h] * TABLE[q]), PRODUCTS),
+    "type_as of a number": (lambda s, b, h, q, kv: q.type_as(3), ["type_as", "got 3", ".to(dtype)"]),
+    "unknown arguments of clone": (lambda s, b, h, q, kv: q.clone(1, 2, 3), ["clone", "int, int, int", "clone(input, memory_format)"]),
+    "unknown keyword of contiguous": (lambda s, b, h, q, kv: q.contiguous(nonsense=3), ["contiguous", "nonsense=3"]),
+    "unknown keyword of cuda": (lambda s, b, h, q, kv: q.cuda(nonsense=3), ["cuda", "nonsense=3"]),
+    "unknown keyword of positive": (lambda s, b, h, q, kv: s.positive(nonsense=3), ["positive(input)", "nonsense=3"]),
+    "unknown keyword of new_ones": (lambda s, b, h, q, kv: q.new_ones((), nonsense=3), ["new_ones", "nonsense=3", "size, dtype"]),
+    "unknown keyword of new_full": (lambda s, b, h, q, kv: q.new_full((), 3, nonsense=3), ["new_full", "nonsense=3", "size, fill_value, dtype"]),
+    "dtype of new_ones by place": (lambda s, b, h, q, kv: q.new_ones((), torch.int8), ["new_ones", "size, dtype"]),
+    "unknown keyword of a method": (lambda s, b, h, q, kv: s.round(decimals=q), ["round", "decimals=a value that differs for every (b, h, q, kv)"]),
+    "sum over another dimension": (lambda s, b, h, q, kv: s.sum(3), ["sum", "dim=3", "0 or -1"]),
+    "sum over two dimensions": (lambda s, b, h, q, kv: s.sum((0, -1)), ["sum", "dim=(0, -1)", "0 or -1"]),
+    "sum over a value": (lambda s, b, h, q, kv: s.sum(q), ["sum", "dim=a value that differs", "0 or -1"]),
+    "sum over a fraction": (lambda s, b, h, q, kv: s.sum(0.0), ["sum", "dim=0.0", "0 or -1"]),
     "clamp of nothing": (lambda s, b, h, q, kv: s.clamp(), ["clamp", "min"]),
     "matrix product": (lambda s, b, h, q, kv: s @ q, ["@", "*"]),
     "a new tensor": (lambda s, b, h, q, kv: s + q.new_zeros(3), ["(3,)", "outside"]),
     "conversion to complex": (lambda s, b, h, q, kv: s.to(torch.complex64), ["torch.complex64", "torch.float32"]),
     # Wrong dtypes.
     "difference of booleans": (lambda s, b, h, q, kv: s * ((q > 1) - (kv > 1)), ["(-)", "torch.bool", "~"]),
+    "plus of booleans": (lambda s, b, h, q, kv: s * +(q > 1), ["(+)", "torch.bool", ".long()"]),
+    "positive of booleans": (lambda s, b, h, q, kv: s * torch.positive(q > 1), ["(+)", "torch.bool", ".long()"]),
+    "dot of booleans": (lambda s, b, h, q, kv: s + torch.dot(PAIRS[h], PAIRS[q]), ["dot", "torch.bool", "(a * c).sum()"]),
     "bits of floats": (lambda s, b, h, q, kv: s & 1, ["(&)", "torch.float32", ".long()"]),
     "inverted float": (lambda s, b, h, q, kv: ~s, ["(~)", "torch.float32"]),
     "shifted float": (lambda s, b, h, q, kv: s << 1, ["(<<)", "torch.float32"]),
@@ -124,10 +159,31 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "too few indices, method": (lambda s, b, h, q, kv: TABLE[h].float(), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
     "too few indices, function": (lambda s, b, h, q, kv: torch.exp(TABLE[h]), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
     "rows of other lengths": (lambda s, b, h, q, kv: s + torch.dot(TABLE[h], torch.ones(3, 5)[h]), ["4 and 5", "equally long"]),
+    "sum of a row": (lambda s, b, h, q, kv: s + torch.sum(TABLE[h]), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "writing to a row": (writes_to_a_row, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "products, sum": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q]) + 1, PRODUCTS),
+    "products, sum with a symbol": (lambda s, b, h, q, kv: s + TABLE[h] * TABLE[q], PRODUCTS),
+    "products, three rows": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q] * TABLE[kv]).sum(), PRODUCTS),
+    "products, times products": (lambda s, b, h, q, kv: (TABLE[h] * (TABLE[q] * TABLE[kv])).sum(), PRODUCTS),
+    "products, comparison": (lambda s, b, h, q, kv: 0 < TABLE[h] * TABLE[q], PRODUCTS),  # noqa: SIM300
+    "products, unary": (lambda s, b, h, q, kv: -(TABLE[h] * TABLE[q]), PRODUCTS),
+    "products, index": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q])[0], PRODUCTS),
+    "products, bool": (lambda s, b, h, q, kv: s if TABLE[h] * TABLE[q] else 0, PRODUCTS),
+    "products, method": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q]).mean(), PRODUCTS),
+    "products, function": (lambda s, b, h, q, kv: torch.exp(TABLE[h] * TABLE[q]), PRODUCTS),
+    "products, dot": (lambda s, b, h, q, kv: torch.dot(TABLE[h] * TABLE[q], TABLE[h]), PRODUCTS),
+    "products, keepdim": (lambda s, b, h, q, kv: s + (TABLE[h] * TABLE[q]).sum(-1, keepdim=True), ["sum", "keepdim=True", "leave keepdim out"]),
+    "products, dimension": (lambda s, b, h, q, kv: s + (TABLE[h] * TABLE[q]).sum(7), ["sum", "dim=7", "0 or -1"]),
+    "products, unknown keyword": (lambda s, b, h, q, kv: s + (TABLE[h] * TABLE[q]).sum(nonsense=1), ["sum(input, dim, keepdim)", "nonsense=1"]),
     "dot of single values": (lambda s, b, h, q, kv: s + torch.dot(q, kv), ["x * y"]),
     "float index": (lambda s, b, h, q, kv: s + ROW[q / 2], ["f32", "integers", ".long()"]),
     "boolean index": (lambda s, b, h, q, kv: s + ROW[q > 2], ["bool", "integers"]),
-    "slice": (lambda s, b, h, q, kv: s + TABLE[:, q], ["slice"]),
+    "slice": (lambda s, b, h, q, kv: s + TABLE[:, q], ["(3, 4)", "a slice", "one index for each dimension", "outside"]),
+    "slice behind an index": (lambda s, b, h, q, kv: s + TABLE[q, :2], ["(3, 4)", "a slice", "one index for each dimension", "outside"]),
+    "slice of a row": (lambda s, b, h, q, kv: torch.dot(TABLE[q][:2], TABLE[kv][:2]), ["(3, 4)", "a slice", "one index for each dimension", "outside"]),
+    "ellipsis": (lambda s, b, h, q, kv: s + TABLE[..., q], ["(3, 4)", "an ellipsis", "one index for each dimension"]),
+    "new dimension": (lambda s, b, h, q, kv: s + TABLE[q, None, kv], ["(3, 4)", "None", "one index for each dimension"]),
+    "rows of complex numbers": (lambda s, b, h, q, kv: s + torch.dot(COMPLEX.view(5, 1)[q], COMPLEX.view(5, 1)[kv]), ["torch.complex64", "torch.float32"]),
     "list of symbols": (lambda s, b, h, q, kv: s + ROW[[q, kv]], ["list"]),
     "complex capture": (lambda s, b, h, q, kv: s + COMPLEX[q], ["torch.complex64", "torch.float32"]),
     "empty capture": (lambda s, b, h, q, kv: s + EMPTY[q], ["(0,)", "no element"]),
@@ -143,6 +199,7 @@ def test_a_refusal_says_where_what_and_what_instead(name: str) -> None:
     with pytest.raises(TraceError) as error:
         trace_score((function,))
     message = str(error.value)
+    assert "object at 0x" not in message
     line = function.__code__.co_firstlineno + (function.__name__ != "<lambda>")
     assert f" at {__file__}:{line})" in message
     for words in expected:
@@ -190,6 +247,10 @@ def row(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (TABLE > 0)[h]
 
 
+def products(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return TABLE[h] * TABLE[q]
+
+
 RETURNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "too few parameters": (mask_of_three, ["(b, h, q, kv)", "3 parameters"]),
     "a score function": (score_like, ["5 parameters", "score="]),
@@ -197,6 +258,7 @@ RETURNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "integers": (distance, ["returned torch.int64", "boolean", "q >= kv"]),
     "a whole tensor": (whole, ["(5,)", "whole", "tensor[h]"]),
     "a row": (row, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "products of rows": (products, PRODUCTS),
 }
 
 

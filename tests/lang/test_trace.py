@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_traces_as_torch, grid, trace_value, value_of
 from tilewise.errors import TraceError
 from tilewise.lang import evaluate, trace_mask, trace_score
+from tilewise.lang.torch_functions import FUNCTIONS
+from tilewise.lang.types import DTYPE_OF
 
 OFFSET = torch.tensor(3)
 SLOPE = torch.tensor(0.375)
@@ -151,6 +153,10 @@ METHODS = {
     "functions": lambda s, b, h, q, kv: s.exp() + s.exp2() + s.sin() + s.cos() + s.tanh() + s.sigmoid() + s.erf() + s.relu(),
     "roots": lambda s, b, h, q, kv: s.abs().sqrt() + (s.abs() + 1).rsqrt() + (s.abs() + 1).log() + (s.abs() + 1).log2(),
     "new constants beside 0-d": lambda s, b, h, q, kv: (q.new_full((), 3) + OFFSET.int()) * OFFSET.short(),
+    "constants in full": lambda s, b, h, q, kv: (
+        q.new_ones((), dtype=torch.int8, device="cpu", requires_grad=False, layout=torch.strided, pin_memory=False)
+        + torch.full_like(q, 3, dtype=torch.int8, device="cpu", requires_grad=False, layout=torch.strided, memory_format=torch.preserve_format)
+    ),
     "new constants": lambda s, b, h, q, kv: s.new_ones(()) + s.new_zeros(size=()) + s.new_full((), 2.5) + q.new_ones((), dtype=torch.int32),
 }
 CASTS = {
@@ -158,6 +164,14 @@ CASTS = {
     "to dtype by keyword": lambda s, b, h, q, kv: q.to(dtype=torch.float16),
     "to device": lambda s, b, h, q, kv: q.to("cpu"),
     "to device by keyword": lambda s, b, h, q, kv: q.to(device=torch.device("cpu"), non_blocking=True),
+    "to device by place": lambda s, b, h, q, kv: q.to("cpu", torch.int32, False, True) + q.to("cpu", None) + q.to(None) + q.to(None, torch.int32),
+    "to dtype, blocking or not": lambda s, b, h, q, kv: q.to(torch.int8, True) + q.to(torch.int8, False, True) + q.to(torch.int8, copy=True),
+    "to another, blocking or not": lambda s, b, h, q, kv: q.to(s, False, True) + q.to(s, non_blocking=True),
+    "to nothing": lambda s, b, h, q, kv: q.to() + q.to(copy=True),
+    "a capture to a symbol's dtype": lambda s, b, h, q, kv: OFFSET.to(s.dtype) + q,
+    "in a memory format": lambda s, b, h, q, kv: (
+        q.float(memory_format=torch.preserve_format) + q.clone(memory_format=torch.contiguous_format).contiguous(memory_format=torch.contiguous_format)
+    ),
     "to its own device": lambda s, b, h, q, kv: q.to(s.device),
     "to device and dtype": lambda s, b, h, q, kv: q.to("cpu", torch.float32),
     "to device and dtype by keyword": lambda s, b, h, q, kv: q.to(device="cpu", dtype=torch.int32),
@@ -210,6 +224,26 @@ def test_casts_are_torchs(function: Any) -> None:
     assert_traces_as_torch(function)
 
 
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_no_out_is_accepted_where_torch_accepts_it(name: str) -> None:
+    """By functions of torch and of its modules; methods take no `out`."""
+    functions = [f for f in (getattr(home, name, None) for home in (torch, F, torch.special)) if callable(f) and not isinstance(f, type)]
+    special = {"dot": ["rows"], "inner": ["rows"], "matmul": ["rows"], "min": ["pair"], "max": ["pair"], "where": ["choice"]}
+    kinds = special.get(name, ["one", "pair", "integers"])
+    table = torch.ones(KEYS, 3)
+    for f, kind in ((f, kind) for f in functions for kind in kinds):
+
+        def function(s: Any, b: Any, h: Any, q: Any, kv: Any, f: Any = f, kind: str = kind) -> Any:
+            operands = {"one": [s], "pair": [s, s], "integers": [q, kv], "choice": [q > kv, s, q], "rows": [table[q], table[kv]]}
+            return f(*operands[kind], out=None)
+
+        try:
+            wanted = function(*(torch.tensor(x) for x in (1.5, 1, 2, 3, 2)))
+        except (TypeError, RuntimeError, IndexError):  # takes no `out`, or other operands
+            continue
+        assert DTYPE_OF[trace_value(function).program.result_type.dtype] == wanted.dtype
+
+
 # -- loads -----------------------------------------------------------------------------------------------------------
 
 BY_HEAD = torch.linspace(-1, 1, HEADS)
@@ -248,28 +282,6 @@ def test_one_tensor_loaded_at_several_places_is_one_capture() -> None:
     call = assert_traces_as_torch(lambda s, b, h, q, kv: BY_KEY[q] == BY_KEY[kv] + BY_KEY[WHERE_TO[q]])
     assert len(call.captures) == 2
     assert call.captures[0] is BY_KEY
-
-
-@pytest.mark.parametrize("spelling", ["torch.dot", "matmul", "inner", "sum of products", "sum over a dimension"])
-def test_a_dot_product_of_captured_rows_is_written_out(spelling: str) -> None:
-    left, right = torch.randn(2, 3, 5, 8, dtype=torch.float64), torch.randn(2, 3, 7, 8, dtype=torch.float64)
-    by = {
-        "torch.dot": torch.dot,
-        "matmul": lambda x, y: x @ y,
-        "inner": torch.inner,
-        "sum of products": lambda x, y: (x * y).sum(),
-        "sum over a dimension": lambda x, y: torch.sum(x * y, dim=-1),
-    }[spelling]
-    call = trace_score((lambda s, b, h, q, kv: s + by(left[b, h, q], right[b, h][kv]),), torch.float64)
-    found = evaluate(call, grid() | {"score": torch.zeros((), dtype=torch.float64)})
-    torch.testing.assert_close(found, torch.einsum("bhqd,bhkd->bhqk", left, right))
-
-
-def test_a_dot_product_of_half_precision_rows_accumulates_in_float32() -> None:
-    row = torch.full((1, 256), 1.0, dtype=torch.bfloat16)
-    row[0, 0] = 256.0  # adding ones to it one by one would be lost
-    call = trace_value(lambda s, b, h, q, kv: torch.dot(row[b], torch.ones_like(row)[b]))
-    assert value_of(call, grid(1, 1, 1, 1)).item() == torch.tensor(511.0, dtype=torch.bfloat16).item()
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -334,6 +346,7 @@ BINARY = {
     "where": lambda x, y: torch.where(FLAG, x, y), "logical_and": torch.logical_and,
 }  # fmt: skip
 UNARY = {name: getattr(torch, name) for name in (*FLOAT_FUNCTIONS, "neg", "abs", "floor", "ceil", "round", "trunc", "sign", "relu", "square", "reciprocal")}
+UNARY |= {"pos": operator.pos, "positive": torch.positive, "sum": torch.sum}
 UNARY |= {"not": operator.invert, "silu": F.silu, "bool": lambda x: x.bool(), "logical_not": torch.logical_not}
 
 

@@ -5,17 +5,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.errors import TraceError
-from tilewise.lang.refusals import refuse
+from tilewise.lang.refusals import refuse, undefined
 from tilewise.lang.symbol import Symbol, Traced
-from tilewise.lang.types import NAME_OF
+from tilewise.lang.types import FLOATS, NAME_OF, PROMOTED
 
 if TYPE_CHECKING:
     from tilewise.lang.tracer import Tracer
 
 LONGEST_ROW = 512  # a dot product of captured rows is written out, element by element
+ACCUMULATED = {"f16": "f32", "bf16": "f32"}  # what torch adds 16-bit floats in, before it rounds the sum
 
 
-class Row(Traced):
+class Incomplete(Traced):
+    """Something with dimensions: a mask or score computes with one element at a time."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.incomplete()
+
+    def described(self) -> str:
+        """What it is, and what can be done with it."""
+        raise NotImplementedError
+
+    def incomplete(self) -> TraceError:
+        return refuse(self.described())
+
+
+def _incomplete(self: Incomplete, *operands: Any) -> Any:
+    raise self.incomplete()
+
+
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(Incomplete, f"__{_name}__", _incomplete)
+    setattr(Incomplete, f"__r{_name}__", _incomplete)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "bool", "int", "float", "index", "round", "trunc"):
+    setattr(Incomplete, f"__{_name}__", _incomplete)
+for _name in ("iter", "len", "contains", "getitem", "setitem"):
+    setattr(Incomplete, f"__{_name}__", _incomplete)
+
+
+class Row(Incomplete):
     """A captured tensor indexed in only some of its dimensions, waiting for the rest or for a dot product."""
 
     def __init__(self, tracer: "Tracer", tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
@@ -30,36 +60,20 @@ class Row(Traced):
         return RowProduct(self, other)
 
     def __matmul__(self, other: Any) -> Symbol:
-        return RowProduct(self, other).sum()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self.incomplete()
+        return RowProduct(self, other).dot()
 
     def described(self) -> str:
         rank, given = self.tensor.dim(), len(self.index)
         return f"a captured tensor of shape {tuple(self.tensor.shape)} indexed in {given} of its {rank} dimensions; index all of them, with b, h, q or kv"
 
-    def incomplete(self) -> TraceError:
-        return refuse(self.described())
 
-
-def _incomplete(self: Row, *operands: Any) -> Any:
-    raise self.incomplete()
-
-
-for _name in ("add", "sub", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    setattr(Row, f"__{_name}__", _incomplete)
-    setattr(Row, f"__r{_name}__", _incomplete)
-for _name in ("rmul", "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "bool", "int", "float", "index", "iter", "len", "contains"):
-    setattr(Row, f"__{_name}__", _incomplete)
-
-
-class RowProduct(Traced):
+class RowProduct(Incomplete):
     """The products of two captured rows, element by element; only their sum can be used."""
 
-    def __init__(self, left: Row, right: Any) -> None:
+    def __init__(self, left: Any, right: Any) -> None:
+        for operand in (left, right):
+            if isinstance(operand, RowProduct):
+                raise operand.incomplete()
         if not isinstance(left, Row) or not isinstance(right, Row):
             raise left.incomplete() if isinstance(left, Row) else right.incomplete()
         if left.tensor.dim() - len(left.index) != 1 or right.tensor.dim() - len(right.index) != 1:
@@ -72,16 +86,33 @@ class RowProduct(Traced):
         self.tracer = left.tracer
         self.left = left
         self.right = right
+        self.promoted = PROMOTED[NAME_OF[left.tensor.dtype], NAME_OF[right.tensor.dtype]]
 
-    def sum(self, dim: Any = None) -> Any:
-        """16-bit rows are summed in float32 and rounded once, as torch does."""
-        total: Any = 0
+    def described(self) -> str:
+        return f"the {self.left.tensor.shape[-1]} products of two captured rows, which can only be summed: write (a * c).sum() or torch.dot(a, c)"
+
+    def total(self) -> Symbol:
+        """(a * c).sum(). As in torch every product is rounded to the rows' dtype, integers are added in int64, 16-bit floats in float32."""
+        if self.promoted not in FLOATS:
+            return self._added(self.promoted, "i64", "i64")
+        return self._added(self.promoted, ACCUMULATED.get(self.promoted, self.promoted), self.promoted)
+
+    def dot(self) -> Symbol:
+        """torch.dot(a, c). As in torch the products of 16-bit floats are not rounded, only their sum is; integers stay in the rows' dtype."""
+        if self.promoted == "bool":
+            raise undefined("dot", [torch.bool, torch.bool])
+        computed = ACCUMULATED.get(self.promoted, self.promoted)
+        return self._added(computed, computed, self.promoted)
+
+    def _added(self, multiplied: str, added: str, result: str) -> Symbol:
+        """The sum, one product after the other, by the dtypes of its steps."""
+        total = self.tracer.cast(Symbol(self.tracer, self.tracer.tape.literal(0)), added)
         for k in range(self.left.tensor.shape[-1]):
-            place = Symbol(self.tracer, self.tracer.tape.literal(k))
-            product = self._wide(self.left[place]) * self._wide(self.right[place])
+            product = self.tracer.cast(self._element(self.left, k, multiplied) * self._element(self.right, k, multiplied), added)
             total = product if k == 0 else total + product
-        narrow = torch.promote_types(self.left.tensor.dtype, self.right.tensor.dtype)
-        return self.tracer.cast(total, NAME_OF[narrow]) if narrow in (torch.float16, torch.bfloat16) and isinstance(total, Symbol) else total
+        return self.tracer.cast(total, result)
 
-    def _wide(self, x: Any) -> Any:
-        return self.tracer.cast(x, "f32") if x.dtype in (torch.float16, torch.bfloat16) else x
+    def _element(self, row: Row, k: int, dtype: str) -> Symbol:
+        element = row[Symbol(self.tracer, self.tracer.tape.literal(k))]
+        assert isinstance(element, Symbol)
+        return self.tracer.cast(element, dtype)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tilewise.lang.refusals import BRANCHING, refuse
+from tilewise.lang.refusals import BRANCHING, refuse, undefined
 from tilewise.lang.types import DTYPE_OF
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ class Traced:
 
     tracer: "Tracer"
     __torch_function__: ClassVar[Any]  # set by torch_calls.py, as are torch's methods
+    __array_ufunc__ = None  # numpy's numbers leave their operators to us
+
+    def __repr__(self) -> str:
+        return "a value that differs for every (b, h, q, kv)"
 
 
 class Symbol(Traced):
@@ -90,7 +94,6 @@ class Symbol(Traced):
         raise refuse("@ multiplies captured rows only, as in a[b, h, q] @ c[b, h, kv]; use * for single values")
 
     __rmatmul__ = __matmul__
-    __array_ufunc__ = None  # numpy's numbers leave their operators to us
 
     def __add__(self, other: Any) -> "Symbol":
         return self.tracer.emit("add", self, other)
@@ -186,6 +189,8 @@ class Symbol(Traced):
         return self.tracer.emit("neg", self)
 
     def __pos__(self) -> "Symbol":
+        if self.dtype == torch.bool:
+            raise undefined("pos", [self.dtype])
         return self
 
     def __abs__(self) -> "Symbol":

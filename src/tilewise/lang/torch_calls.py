@@ -8,6 +8,7 @@ import torch
 
 from tilewise.errors import TraceError
 from tilewise.lang.refusals import BRANCHING, WRITING, refuse
+from tilewise.lang.rows import RowProduct
 from tilewise.lang.symbol import Symbol, Traced
 from tilewise.lang.torch_functions import FUNCTIONS, OPERATORS, where_method
 from tilewise.lang.tracer import tracer_of
@@ -21,7 +22,6 @@ class Handler(NamedTuple):
     names: tuple[str, ...]  # parameters, the positional ones first
     positional: int
     required: int
-    open: bool  # takes other keywords too
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.fits(args, kwargs):
@@ -30,19 +30,18 @@ class Handler(NamedTuple):
         return self.apply(*args, **kwargs)
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if len(args) > self.positional and not self.open:
+        if len(args) > self.positional:
             return False
-        unexpected = [k for k in kwargs if k in self.names[: len(args)] or (k not in self.names and not self.open)]
+        unexpected = [k for k in kwargs if k in self.names[: len(args)] or k not in self.names]
         missing = [name for name in self.names[len(args) : self.required] if name not in kwargs]
         return not unexpected and not missing
 
 
 def handler(name: str, f: Callable[..., Any]) -> Handler:
     parameters = inspect.signature(f).parameters.values()
-    open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
     positional = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
     names = [p.name for p in (*positional, *(p for p in parameters if p.kind == p.KEYWORD_ONLY))]
-    return Handler(name, f, tuple(names), len(positional), sum(p.default is p.empty for p in positional), open)
+    return Handler(name, f, tuple(names), len(positional), sum(p.default is p.empty for p in positional))
 
 
 def _by_function() -> dict[Any, Handler]:
@@ -75,7 +74,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return tracer_of(index).load(args[0], index)
-    if func is torch.Tensor.__setitem__ or "out" in kwargs:
+    if func is torch.Tensor.__setitem__ or kwargs.get("out") is not None:
         raise refuse(WRITING)
     if func is torch.Tensor.__contains__:
         raise refuse(BRANCHING)
@@ -86,7 +85,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise unknown(f"torch.ops.{func}")
     if found is None:
         raise unknown(func.__name__)
-    return found(args, kwargs)
+    return found(args, {k: v for k, v in kwargs.items() if k != "out"})
 
 
 # -- what symbols get from here --------------------------------------------------------------------------------------
@@ -113,6 +112,7 @@ def _method(h: Handler) -> Callable[..., Any]:
 
 Traced.__torch_function__ = classmethod(_torch_function)
 Symbol.__getattr__ = _missing  # type: ignore[attr-defined]
+RowProduct.sum = _method(BY_FUNCTION[torch.Tensor.sum])  # type: ignore[attr-defined]
 for _name in FUNCTIONS:
     if hasattr(torch.Tensor, _name) and _name not in ("dot", "inner", "matmul"):
         setattr(Symbol, _name, _method(BY_FUNCTION[getattr(torch.Tensor, _name)]))

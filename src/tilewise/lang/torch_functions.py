@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.lang.refusals import refuse
-from tilewise.lang.rows import Row, RowProduct
+from tilewise.lang.rows import Incomplete, Row, RowProduct
 from tilewise.lang.symbol import Symbol
 from tilewise.lang.tracer import Tracer, tracer_of
 from tilewise.lang.types import NAME_OF
@@ -142,39 +142,60 @@ def isinf(input: Any) -> Any:
 def product_of_rows(input: Any, other: Any) -> Any:
     if not isinstance(input, Row) and not isinstance(other, Row):
         raise refuse("a product of single values is written x * y; rows are indexed in all dimensions but the last, as in torch.dot(a[b, h, q], c[b, h, kv])")
-    return RowProduct(input, other).sum()
+    return RowProduct(input, other).dot()
 
 
 def dot(input: Any, tensor: Any) -> Any:
     return product_of_rows(input, tensor)
 
 
-def summed(input: Any, dim: Any = None) -> Any:
-    return input.sum(dim) if isinstance(input, RowProduct) else input
+def summed(input: Any, dim: Any = None, keepdim: bool = False) -> Symbol:
+    """Of the products of two rows, or of a single element, which torch sums as if it were a row of one."""
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else () if dim is None else (dim,)
+    if len(dims) > 1 or any([type(d) is not int or d not in (0, -1) for d in dims]):
+        raise refuse(f"sum was given dim={dim!r}; rows and, as in torch, single values have one dimension, 0 or -1; leave dim out")
+    if isinstance(input, RowProduct):
+        if keepdim:
+            raise refuse("sum of a row with keepdim=True would be a row of one element; leave keepdim out")
+        return input.total()
+    tracer = tracer_of((input,))
+    element = Symbol(tracer, tracer.operand(input))
+    return element if element.dtype.is_floating_point else tracer.cast(element, "i64")  # integers and booleans are counted in 64 bits
 
 
-def typed(input: Any, dtype: Any) -> Symbol:
+def positive(input: Any) -> Any:
+    return +input
+
+
+def typed(input: Any, dtype: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
-        raise refuse(f"type takes a dtype such as torch.float32 here, got {dtype!r}")
+        raise refuse(f"a conversion takes a dtype such as torch.float32, got {dtype!r}")
     return converter(dtype)(input)
 
 
-def type_as(input: Any, other: Any) -> Symbol:
+def type_as(input: Any, other: Any) -> Any:
+    if not isinstance(other, (torch.Tensor, Symbol, Incomplete)):
+        raise refuse(f"type_as takes the value or tensor whose dtype is wanted, got {other!r}; a dtype goes to .to(dtype)")
     return converter(other.dtype)(input)
 
 
-def convert(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
-    """`.to(...)`: a dtype converts; a device or another tensor's device changes nothing."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.dtype):
-            return converter(value)(x)
-        if isinstance(value, (torch.Tensor, Symbol)):
-            return converter(value.dtype)(x)
-    return x
+def convert(input: Any, device: Any = None, dtype: Any = None, non_blocking: Any = False, copy: bool = False, *, memory_format: Any = None) -> Any:
+    """`.to(...)`: a dtype converts; a device changes nothing. A dtype, or a value to be like, may also stand in the device's place."""
+    if isinstance(device, (torch.Tensor, Symbol, Incomplete)):
+        device = device.dtype
+    if isinstance(device, torch.dtype):
+        if not (dtype is None or isinstance(dtype, bool)):  # what follows is `non_blocking`
+            raise refuse(f"to was given the dtype {device} and then {dtype!r}; write .to(dtype) or .to(device, dtype)")
+        return converter(device)(input)
+    if not (device is None or isinstance(device, (str, int, torch.device))):
+        raise refuse(f"to takes a dtype, a device or another value, got {device!r}; write .to(dtype) or .to(device, dtype)")
+    return input if dtype is None else typed(input, dtype)
 
 
-def converter(dtype: torch.dtype) -> Callable[..., Symbol]:
-    def cast(input: Symbol, **ignored: Any) -> Symbol:
+def converter(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(input: Any, *, memory_format: Any = None) -> Any:
+        if isinstance(input, torch.Tensor):
+            raise refuse("a captured tensor is converted to be like a value that differs for every (b, h, q, kv); write tensor.to(value.dtype)")
         if dtype not in NAME_OF:
             raise refuse(f"conversion to {dtype}; allowed are {', '.join(str(d) for d in NAME_OF)}")
         return input.tracer.cast(input, NAME_OF[dtype])
@@ -182,7 +203,13 @@ def converter(dtype: torch.dtype) -> Callable[..., Symbol]:
     return cast
 
 
-def filled(input: Symbol, size: Any, fill_value: Any, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
+# Where and how a value is stored (`layout`, `device`, `memory_format` and so on) changes nothing about it.
+
+
+def filled(
+    input: Symbol, size: Any, fill_value: Any, *,
+    dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False, requires_grad: bool = False,
+) -> Symbol:  # fmt: skip
     """A 0-d constant."""
     shape = (size,) if isinstance(size, int) else tuple(size)
     if len(shape) != 0:
@@ -191,25 +218,38 @@ def filled(input: Symbol, size: Any, fill_value: Any, dtype: torch.dtype | None 
     return converter(input.dtype if dtype is None else dtype)(number)
 
 
-def filled_like(input: Symbol, fill_value: Any, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
-    return filled(input, (), fill_value, dtype)
+def filled_like(
+    input: Symbol, fill_value: Any, *, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False,
+    requires_grad: bool = False, memory_format: Any = None,
+) -> Symbol:  # fmt: skip
+    return filled(input, (), fill_value, dtype=dtype)
 
 
 def new_constant(value: int) -> Callable[..., Symbol]:
-    def make(input: Symbol, size: Any, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
-        return filled(input, size, Symbol(input.tracer, input.tracer.tape.literal(value)), dtype)
+    def make(
+        input: Symbol, size: Any, *,
+        dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False, requires_grad: bool = False,
+    ) -> Symbol:  # fmt: skip
+        return filled(input, size, Symbol(input.tracer, input.tracer.tape.literal(value)), dtype=dtype)
 
     return make
 
 
 def constant_like(value: int) -> Callable[..., Symbol]:
-    def make(input: Symbol, dtype: torch.dtype | None = None, **ignored: Any) -> Symbol:
-        return filled(input, (), Symbol(input.tracer, input.tracer.tape.literal(value)), dtype)
+    def make(
+        input: Symbol, *, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False,
+        requires_grad: bool = False, memory_format: Any = None,
+    ) -> Symbol:  # fmt: skip
+        return filled(input, (), Symbol(input.tracer, input.tracer.tape.literal(value)), dtype=dtype)
 
     return make
 
 
-def unchanged(input: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+def unchanged(input: Symbol, *, memory_format: Any = None) -> Symbol:
+    return input
+
+
+def to_cuda(input: Symbol, device: Any = None, non_blocking: bool = False, *, memory_format: Any = None) -> Symbol:
     return input
 
 
@@ -217,7 +257,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": scaled_sum("add"), "sub": scaled_sum("sub"), "subtract": scaled_sum("sub"), "rsub": swapped(binary("sub")),
     "mul": binary("mul"), "multiply": binary("mul"), "div": divide, "divide": divide, "true_divide": binary("div"),
     "floor_divide": binary("floordiv"), "remainder": binary("mod"), "pow": power, "square": square, "reciprocal": reciprocal,
-    "neg": unary("neg"), "negative": unary("neg"), "positive": unchanged, "abs": unary("abs"), "absolute": unary("abs"),
+    "neg": unary("neg"), "negative": unary("neg"), "positive": positive, "abs": unary("abs"), "absolute": unary("abs"),
     "lt": binary("lt"), "le": binary("le"), "gt": binary("gt"), "ge": binary("ge"), "eq": binary("eq"), "ne": binary("ne"),
     "less": binary("lt"), "less_equal": binary("le"), "greater": binary("gt"), "greater_equal": binary("ge"), "not_equal": binary("ne"),
     "bitwise_and": binary("and"), "bitwise_or": binary("or"), "bitwise_xor": binary("xor"), "bitwise_not": unary("not"),
@@ -236,7 +276,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "float": converter(torch.float32), "double": converter(torch.float64),
     "new_ones": new_constant(1), "new_zeros": new_constant(0), "new_full": filled,
     "ones_like": constant_like(1), "zeros_like": constant_like(0), "full_like": filled_like,
-    "detach": unary("detach"), "clone": unchanged, "contiguous": unchanged, "cpu": unchanged, "cuda": unchanged,
+    "detach": unary("detach"), "clone": unchanged, "contiguous": unchanged, "cpu": unchanged, "cuda": to_cuda,
     "dot": dot, "inner": product_of_rows, "matmul": product_of_rows, "sum": summed,
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tilewise.errors import TraceError
 from tilewise.lang.program import INDICES, Call, CaptureSpec, Instruction, finish, program_of
 from tilewise.lang.refusals import WRITING, refuse
-from tilewise.lang.rows import Row
+from tilewise.lang.rows import Incomplete
 from tilewise.lang.symbol import Symbol
 from tilewise.lang.torch_calls import called
 from tilewise.lang.tracer import Tracer, has_symbol
@@ -83,8 +83,8 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if has_symbol(args) or has_symbol(tuple(kwargs.values())):
             return called(func, args, kwargs)
-        name = "" if torch.compiler.is_compiling() else getattr(func, "__name__", "")
-        if name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.startswith("_")) or kwargs.get("inplace"):
+        name = _WRITERS.get(func, "") if torch.compiler.is_compiling() else getattr(func, "__name__", "")
+        if _writes(name) or kwargs.get("inplace"):
             raise refuse(f"{name} changes a tensor in place; a mask or score function must not have side effects")
         if kwargs.get("out") is not None:
             raise refuse(WRITING)
@@ -94,6 +94,14 @@ class _Watch(TorchFunctionMode):
 
 
 _IN_PLACE = {f"__i{n}__" for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")}
+
+
+def _writes(name: str) -> bool:
+    """Whether torch's function of this name changes a tensor in place."""
+    return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.startswith("_"))
+
+
+_WRITERS = {getattr(torch.Tensor, name): name for name in dir(torch.Tensor) if _writes(name)}  # torch.compile tells functions apart, but not their names
 
 _METADATA = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point"}
 
@@ -120,7 +128,7 @@ def _operand_of_result(tracer: Tracer, result: Any, function: Callable[..., Any]
         problem = "None; a mask or score function must return its value"
     elif isinstance(result, torch.Tensor) and result.dim() != 0:
         problem = f"a captured tensor of shape {tuple(result.shape)} whole; index it with b, h, q or kv, for instance tensor[h] or tensor[q, kv]"
-    elif isinstance(result, Row):
+    elif isinstance(result, Incomplete):
         problem = result.described()
     if problem is not None:
         raise TraceError(f"{name_of(function)}{defined_at(function)} returned {problem}")

@@ -7,9 +7,11 @@ import torch
 from tilewise.lang.ops import OPS, infer
 from tilewise.lang.program import Tape
 from tilewise.lang.refusals import refuse, undefined
-from tilewise.lang.rows import Row
+from tilewise.lang.rows import Incomplete, Row
 from tilewise.lang.symbol import Symbol, Traced
 from tilewise.lang.types import DTYPE_OF, NAME_OF
+
+VIEWS = {slice: "a slice", type(None): "None", type(...): "an ellipsis"}  # what may index a tensor but not one element
 
 
 class Tracer:
@@ -48,7 +50,7 @@ class Tracer:
             return self.tape.float_slot(len(self.floats) - 1)
         if isinstance(value, torch.Tensor):
             return self._whole_tensor(value)
-        if isinstance(value, Row):
+        if isinstance(value, Incomplete):
             raise value.incomplete()
         return self._foreign(value)
 
@@ -89,6 +91,12 @@ class Tracer:
         return Symbol(self, self.tape.put("cast", (value.at,), dtype, infer(OPS["cast"], (self.tape.type(value.at),), dtype)))
 
     def load(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Symbol | Row:
+        for i in index:
+            if type(i) in VIEWS:
+                raise refuse(
+                    f"a captured tensor of shape {tuple(tensor.shape)} is indexed with {VIEWS[type(i)]}; a mask or score sees one element at a time, "
+                    "so give one index for each dimension, and take parts of tensors outside the function"
+                )
         if len(index) > tensor.dim():
             raise refuse(f"{len(index)} indices for a captured tensor of shape {tuple(tensor.shape)}")
         for i, size in zip(index, tensor.shape, strict=False):
@@ -98,11 +106,12 @@ class Tracer:
         for a in at:
             if self.tape.type(a).is_float or self.tape.type(a).is_bool:
                 raise refuse(f"a captured tensor is indexed with a {self.tape.type(a).dtype} value; indices must be integers (use .long())")
+        slot = self.capture(tensor)
         if len(index) < tensor.dim():
             return Row(self, tensor, index)
         if tensor.numel() == 0:
             raise refuse(f"a captured tensor of shape {tuple(tensor.shape)} has no element to load")
-        return Symbol(self, self.tape.load(self.capture(tensor), NAME_OF[tensor.dtype], tuple(at)))
+        return Symbol(self, self.tape.load(slot, NAME_OF[tensor.dtype], tuple(at)))
 
 
 def tracer_of(args: tuple[Any, ...]) -> Tracer:
@@ -115,4 +124,5 @@ def tracer_of(args: tuple[Any, ...]) -> Tracer:
 
 
 def has_symbol(args: Any) -> bool:
-    return any(isinstance(a, Traced) or (isinstance(a, (tuple, list)) and has_symbol(a)) for a in args)
+    """Written as a list: older versions of torch.compile cannot follow generators."""
+    return any([isinstance(a, Traced) or (isinstance(a, (tuple, list)) and has_symbol(a)) for a in args])

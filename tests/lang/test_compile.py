@@ -1,0 +1,87 @@
+"""Under torch.compile a function is traced as it is without, and what it must not do is refused there too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.errors import TraceError
+from tilewise.lang import Call, trace_score
+
+ROW = torch.zeros(5)
+
+
+def compiled(function: Callable[..., Any], fullgraph: bool) -> Tensor:
+    """The first tensor captured, with the function traced inside a compiled one."""
+    torch._dynamo.reset()
+
+    def traced(x: Tensor) -> Tensor:
+        call: Call = trace_score((function,))
+        return call.captures[0] + x
+
+    return torch.compile(traced, backend="eager", fullgraph=fullgraph)(torch.zeros(()))
+
+
+def assigns_an_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    ROW[0] = 1.0
+    return s + ROW[q]
+
+
+def assigns_a_row(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    ROW[1:].fill_(1.0)
+    return s + ROW[q]
+
+
+def augments(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    table = ROW
+    table += 1.0
+    return s + table[q]
+
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "method": lambda s, b, h, q, kv: s + ROW.add_(1)[q],
+    "method of a method": lambda s, b, h, q, kv: s + ROW.mul(2).exp_()[q],
+    "copy": lambda s, b, h, q, kv: s + ROW.copy_(ROW + 1)[q],
+    "item": assigns_an_item,
+    "part": assigns_a_row,
+    "initialisation": lambda s, b, h, q, kv: s + torch.nn.init.ones_(ROW)[q],
+    "with a symbol": lambda s, b, h, q, kv: s + ROW.add_(s)[q],
+    "out": lambda s, b, h, q, kv: s + torch.add(ROW, 1, out=ROW)[q],
+    "inplace=True": lambda s, b, h, q, kv: s + F.elu(ROW - 1, inplace=True)[q],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_to_a_captured_tensor_is_refused(name: str) -> None:
+    for fullgraph, error in ((False, TraceError), (True, torch._dynamo.exc.Unsupported)):
+        with pytest.raises(error):
+            compiled(WRITES[name], fullgraph)
+    assert torch.equal(ROW, torch.zeros(5))
+
+
+def test_an_augmented_assignment_leaves_the_captured_tensor_alone() -> None:
+    assert torch.equal(compiled(augments, fullgraph=False), torch.ones(5))  # as without torch.compile, the name then means a new tensor
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(augments, fullgraph=True)
+    assert torch.equal(ROW, torch.zeros(5))
+
+
+COMPUTES: dict[str, Callable[..., Any]] = {
+    "operators": lambda s, b, h, q, kv: s + (ROW * 2 - 1)[q],
+    "methods": lambda s, b, h, q, kv: s + ROW.exp().add(1).view(5, 1)[q, 0],
+    "functions": lambda s, b, h, q, kv: s + torch.softmax(F.relu(F.elu(ROW)), dim=-1)[q],
+    "sizes": lambda s, b, h, q, kv: s + ROW.new_ones(ROW.shape[0], dtype=ROW.dtype, device=ROW.device)[q] * ROW.numel() * len(ROW) * ROW.dim(),
+    "lists of tensors": lambda s, b, h, q, kv: s + torch.cat([ROW, torch.stack([ROW[0], ROW[1]])])[q],
+    "operators of a library": lambda s, b, h, q, kv: s + torch.ops.aten.add(ROW, 1)[q] + torch.ops.aten.mul.Tensor(ROW, ROW)[q],
+    "views": lambda s, b, h, q, kv: s + ROW.view(1, 5).T[1:, 0].float()[q] + ROW.data[q] + ROW.detach()[q],
+    "no out": lambda s, b, h, q, kv: s + torch.add(ROW, 1, out=None)[q] + torch.add(q, 1, out=None),
+    "rows": lambda s, b, h, q, kv: s + torch.dot(ROW.view(5, 1)[q], ROW.view(5, 1)[kv]) + (ROW.view(5, 1)[q] * ROW.view(5, 1)[kv]).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTES)
+def test_computing_with_a_captured_tensor_is_allowed(name: str) -> None:
+    assert torch.equal(compiled(COMPUTES[name], fullgraph=True), trace_score((COMPUTES[name],)).captures[0])
