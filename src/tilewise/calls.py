@@ -9,9 +9,6 @@ remembered of a call goes when one of its tensors has gone.
 
 import math
 import operator
-import threading
-import weakref
-from collections import deque
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -29,6 +26,7 @@ from tilewise.plan import maps
 from tilewise.problem import Options, Problem, seed_tensor
 from tilewise.scores import Score, Sinks
 from tilewise.tiles import TileMap
+from tilewise.weak_entries import WeakEntries
 
 MOST_CALLS = 512
 DEEPEST = 8  # functions within functions
@@ -52,16 +50,13 @@ class Known(NamedTuple):
     problem: Problem
     choice: Choice
     mask_name: str
-    held: tuple[weakref.ref[Any], ...]
     mask: tuple[int, ...]
     score: tuple[int, ...]
     sinks: int | None
     tiles: int | None
 
 
-_calls: dict[Any, Known] = {}  # oldest first
-_gone: deque[Any] = deque()  # keys of calls that lost a tensor
-_lock = threading.Lock()
+_calls: WeakEntries[Known] = WeakEntries(MOST_CALLS)
 
 
 def sight(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool) -> Sight | None:
@@ -170,10 +165,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def find(seen: Sight) -> Known | None:
-    known = _calls.get(seen.key)
-    if known is None or not seen.held:
-        return known
-    return known if all([ref() is t for ref, t in zip(known.held, seen.held, strict=True)]) else None
+    return _calls.find(seen.key, seen.held)
 
 
 def remember(seen: Sight, engine: Engine, problem: Problem, choice: Choice, mask_name: str) -> None:
@@ -186,29 +178,13 @@ def remember(seen: Sight, engine: Engine, problem: Problem, choice: Choice, mask
         return
     bare = problem.with_tensors(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
     known = Known(
-        engine, bare, choice, mask_name, tuple([weakref.ref(t, partial(_lost, seen.key)) for t in seen.held]),
+        engine, bare, choice, mask_name,
         () if problem.mask is None or problem.tiles is not None else tuple([places[id(t)] for t in problem.mask.captures]),
         () if problem.score is None else tuple([places[id(t)] for t in problem.score.captures]),
         None if problem.sinks is None else places[id(problem.sinks)],
         None if problem.tiles is None else places[id(problem.tiles)],
     )  # fmt: skip
-    with _lock:
-        while _gone:  # not in the callback, which may come at any moment
-            _drop_if_gone(_gone.popleft())
-        _calls.pop(seen.key, None)
-        _calls[seen.key] = known
-        if len(_calls) > MOST_CALLS:
-            _calls.pop(next(iter(_calls)))  # the oldest
-
-
-def _lost(key: Any, _: weakref.ref[Any]) -> None:
-    _gone.append(key)
-
-
-def _drop_if_gone(key: Any) -> None:
-    known = _calls.get(key)
-    if known is not None and any([ref() is None for ref in known.held]):  # else another call has its place
-        del _calls[key]
+    _calls.keep(seen.key, seen.held, known)
 
 
 def _bare(call: Call | None) -> Call | None:
@@ -231,8 +207,7 @@ def _with(call: Call | None, places: tuple[int, ...], held: tuple[Any, ...]) -> 
 
 
 def forget() -> None:
-    with _lock:
-        _calls.clear()
+    _calls.clear()
 
 
 maps.also.append(forget)

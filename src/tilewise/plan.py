@@ -4,9 +4,6 @@ A map depends on the contents of the tensors its mask captures. The cache knows 
 tensor changed in place or replaced gives a new map, and an unchanged one is never looked at again.
 """
 
-import threading
-import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,13 +12,15 @@ import torch
 from tilewise.lang import Call
 from tilewise.problem import Problem
 from tilewise.tiles import Geometry, Look, Runs, TileMap, from_call
+from tilewise.weak_entries import WeakEntries
 
 CACHED_MAPS = 64
 MOST_BYTES = 2**30
 
 
 class _Kept(NamedTuple):
-    captures: tuple[weakref.ref[torch.Tensor], ...]
+    """A map without its mask, which holds the captured tensors."""
+
     geometry: Geometry
     partial: Runs
     full: Runs
@@ -32,11 +31,8 @@ class MapCache:
     """The most recently used maps. Captured tensors are held weakly: the cache keeps none of them alive, and no map that lost one."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.built = 0  # how many maps were really built; tests count
-        self._lock = threading.Lock()
-        self._maps: OrderedDict[Any, _Kept] = OrderedDict()
-        self._gone: deque[Any] = deque()  # keys of maps that lost a tensor
+        self._maps: WeakEntries[_Kept] = WeakEntries(size)
         self._bytes = 0  # made for maps since they were last forgotten
         self.also: list[Callable[[], None]] = []  # how others forget who remember what was made for maps
 
@@ -44,14 +40,7 @@ class MapCache:
         if any(t.is_inference() for t in call.captures):  # their changes leave no trace, so nothing may be remembered
             return self._build(call, geometry, device, look)
         key = (call.program.text, call.ints, call.floats, tuple((id(t), t._version, t.data_ptr()) for t in call.captures), geometry, device)
-        with self._lock:
-            found = self._maps.get(key)
-            if found is not None and all(ref() is t for ref, t in zip(found.captures, call.captures, strict=True)):
-                self._maps.move_to_end(key)
-                return TileMap(found.geometry, found.partial, found.full, call, derived=found.derived)
-        tile_map = self._build(call, geometry, device, look)
-        self._keep(key, call.captures, tile_map)
-        return tile_map
+        return self._get(key, call.captures, call, False, lambda: self._build(call, geometry, device, look))
 
     def cut(self, given: TileMap, tile: tuple[int, int]) -> TileMap:
         """A map given as bare tiles, cut smaller; known by the tensors it is made of."""
@@ -61,25 +50,15 @@ class MapCache:
         if any(t.is_inference() for t in tensors):
             return given.recut(tile)
         key = ("given", tuple((id(t), t._version) for t in tensors), given.geometry, tile)
-        with self._lock:
-            found = self._maps.get(key)
-            if found is not None and all(ref() is t for ref, t in zip(found.captures, tensors, strict=True)):
-                self._maps.move_to_end(key)
-                return TileMap(found.geometry, found.partial, found.full, given.mask, given=True, derived=found.derived)
-        cut = given.recut(tile)
-        self._keep(key, tensors, cut)
-        return cut
+        return self._get(key, tensors, given.mask, True, lambda: given.recut(tile))
 
-    def _keep(self, key: Any, tensors: tuple[torch.Tensor, ...], tile_map: TileMap) -> None:
-        refs = tuple(weakref.ref(t, lambda _: self._gone.append(key)) for t in tensors)
-        with self._lock:
-            while self._gone:  # not in the callback, which may come at any moment
-                found = self._maps.get(lost := self._gone.popleft())
-                if found is not None and any(ref() is None for ref in found.captures):  # else another map has its place
-                    del self._maps[lost]
-            self._maps[key] = _Kept(refs, tile_map.geometry, tile_map.partial, tile_map.full, tile_map.derived)
-            while len(self._maps) > self.size:
-                self._maps.popitem(last=False)
+    def _get(self, key: Any, tensors: tuple[torch.Tensor, ...], mask: Call | None, given: bool, make: Callable[[], TileMap]) -> TileMap:
+        found = self._maps.find(key, tensors)
+        if found is not None:
+            return TileMap(found.geometry, found.partial, found.full, mask, given=given, derived=found.derived)
+        made = make()
+        self._maps.keep(key, tensors, _Kept(made.geometry, made.partial, made.full, made.derived))
+        return made
 
     def _build(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None) -> TileMap:
         self.built += 1
@@ -93,9 +72,8 @@ class MapCache:
             self._bytes = size
 
     def clear(self) -> None:
-        with self._lock:
-            self._maps.clear()
-            self._bytes = 0
+        self._maps.clear()
+        self._bytes = 0
         for forget in self.also:
             forget()
 

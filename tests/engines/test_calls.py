@@ -13,6 +13,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import calls, masks, scores
 from tilewise.plan import maps
+from tilewise.weak_entries import WeakEntries
 
 window = 3  # a global that a mask looks at
 
@@ -203,7 +204,7 @@ def test_what_was_made_for_a_tensor_goes_with_it() -> None:
 
 
 def test_old_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_CALLS", 4)
+    monkeypatch.setattr(calls, "_calls", WeakEntries(4))
     for length in range(10, 30):
         attend(tensors(length), is_causal=True)
     assert len(calls._calls) <= 4
