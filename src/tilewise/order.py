@@ -124,10 +124,13 @@ def _static(numbers: tuple[int, ...]) -> bool:
 
 
 def _broadcast(order: Order, tensor: Tensor) -> Tensor:
-    """Keys and values of a batch of 1 that stands for all are copied once."""
-    if tensor.shape[0] > 1 and tensor.stride(0) == 0:
-        return order.arranged(tensor[:1], 2).expand(tensor.shape)
-    return order.arranged(tensor, 2)
+    """Keys and values of one batch or head that stands for all are copied once, where each does not want a gradient of its own."""
+    once = tensor
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        for dim in (0, 1):
+            if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
+                once = once.narrow(dim, 0, 1)
+    return order.arranged(once, 2).expand(tensor.shape)
 
 
 def _bare(order: Order, call: Call | None) -> Call | None:
@@ -241,9 +244,9 @@ def _index(shape: tuple[int, ...], strips: tuple[int, ...], point: tuple[int, ..
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dimensions from the one with the longest steps to the one with the shortest."""
+    """The dimensions from the one with the longest steps to the one with the shortest; first those along which one element stands for all."""
     strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
+    return sorted(range(tensor.dim()), key=lambda d: (strides[d] != 0, -strides[d], d))
 
 
 def _back(tensor: Tensor, permuted: list[int]) -> Tensor:

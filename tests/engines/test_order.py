@@ -307,6 +307,25 @@ def test_keys_of_one_batch_element_for_all(always: list[Order]) -> None:
     assert always
 
 
+def test_keys_of_one_head_for_all(always: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied once, unless a gradient is asked for of what each head has."""
+    query, key, value = tensors(16 * 24, batch=2, kv_heads=1)
+    shared = [query, key.expand(2, 2, -1, -1), value.expand(2, 2, -1, -1)]
+    check(shared, masks.neighborhood((16, 24), 7), "cpp")
+    copied: list[torch.Size] = []
+    arranged = Order.arranged
+
+    def noted(self: Order, tensor: Tensor, dim: int) -> Tensor:
+        copied.append(tensor.shape)
+        return arranged(self, tensor, dim)
+
+    monkeypatch.setattr(Order, "arranged", noted)
+    with torch.no_grad():
+        found, wanted = (tw.attention(*shared, mask=masks.neighborhood((16, 24), 7), backend=engine) for engine in ("cpp", "reference"))
+    torch.testing.assert_close(found, wanted)
+    assert always and [shape[1] for shape in copied] == [2, 1, 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype, always: list[Order]) -> None:
     """The order changes no more than the order of sums does."""
