@@ -76,6 +76,27 @@ def test_every_variant_compiles(asked: dict[str, object]) -> None:
         assert parts_of(request_of(launch()[0], 90))["cubin"]
 
 
+@pytest.mark.parametrize(
+    ("score", "more"),
+    [
+        pytest.param(scores.softcap(30.0), {"MUFU": 64, "FMUL": 64}, id="softcap"),  # the tanh, and its argument's scale
+        pytest.param(scores.alibi(torch.ones(4)), {"FFMA": 128, "I2FP": 2}, id="alibi"),  # distances are made of a number a row, and constants
+    ],
+)
+def test_scores_cost_what_they_must(score: object, more: dict[str, int]) -> None:
+    """Instructions of a step of 64 x 128, of which a thread has 64, beyond those of plain causal attention."""
+    from tilewise.engines.gluon import ahead
+
+    def counted(score: object) -> list[dict[str, int]]:
+        code = machine_code(ahead.forward_launches(problem(128, mask=masks.causal, score=score))[0]()[0], 90)
+        bodies = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
+        return [{name: len(re.findall(rf"\b{name}\b", body)) for name in ("MUFU", "FMUL", "FFMA", "FADD", "I2FP", "FSETP")} for body in bodies]
+
+    for with_score, without in zip(counted(score), counted(None), strict=True):
+        extra = {name: with_score[name] - without[name] for name in without}
+        assert all([count <= more.get(name, 0) + 4 for name, count in extra.items()]), extra
+
+
 def test_masks_share_the_large_kernels() -> None:
     """A new mask is compiled into its stencils, and into what mends unsound rows, not into the kernels that take seconds."""
     from tilewise.engines.gluon import ahead

@@ -22,6 +22,7 @@ from tilewise.engines.gluon.pieces import (
     ONE_WARP,
     bar_arrive,
     bar_sync,
+    in_parts,
     load_stencil,
     new_notes,
     read_note,
@@ -32,6 +33,7 @@ from tilewise.engines.gluon.pieces import (
     tma_store,
     uniform,
     unsound_rows,
+    whole,
     write_note,
 )
 from tilewise.engines.triton.steps import kept
@@ -305,9 +307,10 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
             b_raw = warpgroup_mma_wait(0, deps=[s_token])
             mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
             dp_token = warpgroup_mma(own_keys(kv_bufs, 1, note, WG, C), do.permute((1, 0)), no_s, use_acc=False, is_async=True)
-            o_q = gl.expand_dims(note // 2 + gl.arange(0, M, COLUMN), 0)
+            o_column = gl.expand_dims(gl.arange(0, M, COLUMN), 0)
+            o_q = note // 2 + o_column
             b_lse = lse_bufs.index(stage).load(COLUMN)
-            b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, score, SCORE)
+            b_s = scored(b_raw, scale, i_b, i_h, in_parts(note // 2, o_column), whole(o_kv), score, SCORE)
             if note % 2 != 0:
                 b_s = stencilled(b_s, b_words)
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 0))
@@ -319,7 +322,7 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
             dv_token = warpgroup_mma(gl.convert_layout(b_pd.to(dtype), A_L, assert_trivial=True), do, b_dv, is_async=True)
             b_slope = b_p
             if SLOPE is not None:  # early, so that the raw scores' registers are free again
-                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, o_q, o_kv, score[0], score[1], score[2], score[3])
+                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, in_parts(note // 2, o_column), whole(o_kv), score[0], score[1], score[2], score[3])
                 if note % 2 != 0:  # where the mask forbids, a score may well have no derivative
                     b_slope = stencilled(b_slope, b_words, 0.0)
 

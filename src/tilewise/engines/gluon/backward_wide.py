@@ -17,6 +17,7 @@ from tilewise.engines.gluon.pieces import (
     ONE_WARP,
     bar_arrive,
     bar_sync,
+    in_parts,
     load_stencil,
     read_note,
     reinterpret,
@@ -24,6 +25,7 @@ from tilewise.engines.gluon.pieces import (
     stencilled,
     tma_store,
     unsound_rows,
+    whole,
 )
 from tilewise.engines.triton.steps import kept
 
@@ -148,9 +150,10 @@ def consumer(
             mbarrier.wait(do_full.index(stage), (i // STAGES) & 1)
             dp_token = warpgroup_mma(do, v, no_s, use_acc=False, is_async=True)
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, ROW), 1)
-            o_kv = gl.expand_dims(n0 + zero + WG * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S_L)), 0)
+            o_column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, S_L)), 0)
+            o_kv = n0 + zero + WG * KEYS + o_column
             b_lse = lse_bufs.index(stage).load(ROW)
-            b_s = scored(b_raw, scale, i_b, i_h, o_q, o_kv, score, SCORE)
+            b_s = scored(b_raw, scale, i_b, i_h, whole(o_q), in_parts(n0 + zero + WG * KEYS, o_column), score, SCORE)
             if note % 2 != 0:
                 b_s = allowed(b_s, b_words, o_kv, n_kv, WG, float("-inf"))
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 1))
@@ -167,7 +170,7 @@ def consumer(
                 bar_arrive(P_THERE, 256)
             b_slope = b_p
             if SLOPE is not None:  # early, so that the raw scores' registers are free again
-                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, o_q, o_kv, score[0], score[1], score[2], score[3])
+                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, whole(o_q), in_parts(n0 + zero + WG * KEYS, o_column), score[0], score[1], score[2], score[3])
                 if note % 2 != 0:  # where the mask forbids, a score may well have no derivative
                     b_slope = allowed(b_slope, b_words, o_kv, n_kv, WG, 0.0)
 

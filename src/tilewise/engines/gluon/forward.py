@@ -24,6 +24,7 @@ from tilewise.engines.gluon.pieces import (
     bar_arrive,
     bar_sync,
     by_thread,
+    in_parts,
     load_stencil,
     lost,
     new_notes,
@@ -36,6 +37,7 @@ from tilewise.engines.gluon.pieces import (
     tma_store,
     uniform,
     unsound_rows,
+    whole,
     write_note,
 )  # fmt: skip
 from tilewise.engines.triton.steps import kept
@@ -411,8 +413,9 @@ def softmax_step(
     S_L: gl.constexpr = b_s.type.layout
     BY_THREAD: gl.constexpr = by_thread(ROWS, BN)
     o_q = gl.expand_dims(m0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_L)), 1)
-    o_kv = gl.expand_dims(n0 + gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
-    b_s = scored(b_s, scale, i_b, i_h, o_q, o_kv, score, SCORE)
+    o_column = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
+    o_kv = n0 + o_column
+    b_s = scored(b_s, scale, i_b, i_h, whole(o_q), in_parts(n0, o_column), score, SCORE)
     if MAPPED:
         if masked:
             b_s = stencilled(b_s, b_words)

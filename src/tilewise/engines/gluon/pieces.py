@@ -94,11 +94,28 @@ def runs_of(tiles, row):
 # -- scores ----------------------------------------------------------------------------------------------------------
 
 
+# Score functions take places in two parts, to be added. Of the columns of a product's result a thread has 8 j + 2 c + e: what it knows of c comes
+# in the first part, with where the tile begins; j and e, in the second, are constants to the compiler. So a float made of each part is an
+# addition of a constant where it would be an addition and a conversion for every column (emit.Writer._apart).
+
+
 @gluon.jit
-def scored(b_s, scale, i_b, i_h, o_q, o_kv, score, SCORE: gl.constexpr):
-    """What a score function makes of q.k. o_q and o_kv are a column and a row, or a row and a column."""
+def whole(o):
+    """Places along rows, or of no known layout."""
+    return o, o & 0
+
+
+@gluon.jit
+def in_parts(first, o_column):
+    """Places first + o_column along columns."""
+    return first + (o_column & 6), o_column & ~6
+
+
+@gluon.jit
+def scored(b_s, scale, i_b, i_h, q, kv, score, SCORE: gl.constexpr):
+    """What a score function makes of q.k. Places are in two parts."""
     if SCORE is not None:
-        b_s = SCORE(b_s * scale[0], i_b, i_h, o_q, o_kv, score[0], score[1], score[2], score[3])
+        b_s = SCORE(b_s * scale[0], i_b, i_h, q, kv, score[0], score[1], score[2], score[3])
     return b_s
 
 

@@ -152,7 +152,7 @@ def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             "n_group": group, "scale": scales(p), **dropout_arguments(p), "score": mod_arguments(p)["score"],
         },
         {
-            "SCORE": score_of(p), "MAPPED": walked.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
+            "SCORE": score_of(p, in_parts=True), "MAPPED": walked.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
             "C": forward_cut(p),
         },
         4, 1,
@@ -204,7 +204,7 @@ def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             "score": mod_arguments(p)["score"],
         },
         {
-            "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": walked.mapped, "DROPOUT": p.dropout_p > 0, "C": cut,
+            "SCORE": score_of(p, in_parts=True), "SLOPE": slope_of(p, in_parts=True), "MAPPED": walked.mapped, "DROPOUT": p.dropout_p > 0, "C": cut,
         },
         4, 1,
     )  # fmt: skip

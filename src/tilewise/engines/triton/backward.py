@@ -243,7 +243,7 @@ def keys_step(
         b_dp -= tl.load(p_delta + o_bh + o_q, mask=o_q < n_q, other=0.0)[None, :]
     b_ds = b_p * b_dp
     if SLOPE is not None:
-        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, seen_q, o_kv[:, None], score[0], score[1], score[2], score[3])
+        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], score[0], score[1], score[2], score[3])
         if MASKED:  # where the mask forbids, a score may well have no derivative
             b_ds = tl.where(b_s != float("-inf"), b_ds, 0.0)
     b_dv = tl.dot(b_pd.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
@@ -356,12 +356,13 @@ def queries_step(
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
+    seen_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
     if SCATTER is not None:
         attended = (b_s != float("-inf")) & (o_q < n_q)[:, None]
         b_ds = tl.where(attended, b_ds, 0.0)
-        SCATTER(b_ds, attended, b_raw * scale[0], i_b, i_h, i_q, o_kv[None, :], score[0], score[1], score[2], score[3], score_g)
+        SCATTER(b_ds, attended, b_raw * scale[0], i_b, i_h, i_q, seen_kv, score[0], score[1], score[2], score[3], score_g)
     if SLOPE is not None:
-        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, i_q, o_kv[None, :], score[0], score[1], score[2], score[3])
+        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, i_q, seen_kv, score[0], score[1], score[2], score[3])
         if MASKED:
             b_ds = tl.where(b_s != float("-inf"), b_ds, 0.0)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -373,9 +374,9 @@ def queries_step(
 @triton.jit
 def final_scores_t(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
     """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their sums are not stored."""
+    i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
     if SCORE is not None:
-        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, o_kv[:, None], score[0], score[1], score[2], score[3])
+        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
     if MASKED and MASK is not None:
-        i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
         b_s = tl.where((MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & decides) >= 0, b_s, float("-inf"))
     return b_s

@@ -130,7 +130,8 @@ def gradient_of_row(
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     if SLOPE is not None:
-        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, o_q[:, None], o_kv[None, :], score[0], score[1], score[2], score[3])
+        i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
+        b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, o_q[:, None], i_kv, score[0], score[1], score[2], score[3])
     return b_ds, b_s, b_k
 
 

@@ -1,8 +1,9 @@
 """Programs as Triton source: one small function per mask, score, slope (its derivative) and scatter, gauge or fixed (captures' gradients).
 
 A generated function takes b and h as scalars and q and kv as a column and a row (or a row and a column: it does not care),
-so that what depends on q alone stays a column and only what needs both is a tile. Python numbers and captures are
-arguments: `p` pointers, `i` ints, `f` floats, `s` sizes and strides. Only numbers, operation names and slots reach the text.
+so that what depends on q alone stays a column and only what needs both is a tile; they may come in two parts (gluon/pieces.py).
+Python numbers and captures are arguments: `p` pointers, `i` ints, `f` floats, `s` sizes and strides. Only numbers, operation names and
+slots reach the text.
 
 Integers are 64-bit in the language. Where their bounds over the whole problem show that 32 bits hold them, 32 are used; likewise
 a load whose index provably stays inside needs no clamping, and a division of non-negative numbers no correction.
@@ -26,6 +27,8 @@ HALF = 2**30 - 1  # differences of such integers fit in 32 bits
 DIFFERENCES = {"ge": "({0} - {1})", "gt": "({0} - {1} - 1)", "le": "({1} - {0})", "lt": "({1} - {0} - 1)"}  # negative where the comparison is false
 FLIPPED = {"+": "-", "-": "+"}
 EXACT = 2**24  # float32 holds every integer up to here
+TILE = 1024  # more than a part of a place
+PLACES = ("q", "kv")
 
 # Text of each operation on operands of one type; those that depend on more are written by Writer._special.
 TEXT = {
@@ -57,8 +60,9 @@ FUNCTIONS = {
 class Writer:
     """Writes the instructions of one program as lines of Triton."""
 
-    def __init__(self, program: Program, call: Call, extents: Extents, layouts: tuple[Layout, ...], precise: bool) -> None:
+    def __init__(self, program: Program, call: Call, extents: Extents, layouts: tuple[Layout, ...], precise: bool, in_parts: bool) -> None:
         self.program = program
+        self.in_parts = in_parts  # q and kv
         self.layouts = layouts
         self.precise = precise
         self.ranges = ranges(program, call, {"b": extents.b, "h": extents.h, "q": extents.q, "kv": extents.kv})
@@ -73,7 +77,7 @@ class Writer:
         op, args, attr, type = self.program.instructions[k]
         dtype = self._width(k, type)
         if op == "index":
-            text = attr
+            text = f"{attr}[0] + {attr}[1]" if self.in_parts and attr in PLACES else attr
             dtype = "i32"
         elif op == "score":
             text = "score"
@@ -118,11 +122,48 @@ class Writer:
     def _as_float(self, k: int) -> str:
         """An integer as float32. Conversion is slow on a GPU and float sums are not: where both are exact, q and kv are converted
         apart, as a column and a row, and the tile is computed from those."""
+        parts = self._apart(k)
+        if parts is not None:
+            return f"({parts[0]}.to(tl.float32) + {parts[1]})"
         op, args, _, _ = self.program.instructions[k]
         exact = self.types[k] == "i32" and self.ranges[k].within(-EXACT, EXACT)
         if exact and op in ("add", "sub", "neg", "abs", "minimum", "maximum") and {"q", "kv"} <= self.program.dependencies[k]:
             return TEXT[op].format(*[self._cast(a, "f32") for a in args])
         return f"v{k}.to(tl.float32)"
+
+    def _apart(self, k: int) -> tuple[str, str] | None:
+        """A sum of places and other integers in two parts: integers, and floats that the compiler knows; None where it is another or might be rounded."""
+        if not self.in_parts or self.precise or self.types[k] != "i32" or not self.ranges[k].within(TILE - EXACT, EXACT - TILE):
+            return None
+        terms = self._terms(k, "+", "i32")
+        places = [(sign, self.program.instructions[n].attr) for sign, n in terms if self._is_place(n)]
+        if not places:
+            return None
+        others = [f" {sign} v{n}" for sign, n in terms if not self._is_place(n)]
+        first, second = ("".join([f" {sign} {name}[{part}]{cast}" for sign, name in places]) for part, cast in ((0, ""), (1, ".to(tl.float32)")))
+        return f"(0{first}{''.join(others)})", f"(0.0{second})"
+
+    def _is_place(self, k: int) -> bool:
+        op, _, attr, _ = self.program.instructions[k]
+        return op == "index" and attr in PLACES
+
+    def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
+        """What is added up to an integer, with its sign."""
+        op, args, _, _ = self.program.instructions[k]
+        if op not in ("add", "sub", "neg") or self.types[k] != dtype:
+            return [(sign, k)]
+        signs = {"add": (sign, sign), "sub": (sign, FLIPPED[sign]), "neg": (FLIPPED[sign],)}[op]
+        return [term for a, s in zip(args, signs, strict=True) for term in self._terms(a, s, dtype)]
+
+    def _times_places(self, args: tuple[int, ...]) -> str | None:
+        """A number times places in parts: c (x + y) as c x + c y, of which the second is part of an operation that adds."""
+        for a, n in (args, args[::-1]):
+            op, inner, _, _ = self.program.instructions[a]
+            parts = self._apart(inner[0] if op == "cast" and self.types[a] == "f32" else a)
+            if parts is not None and not self.program.dependencies[n] & {"q", "kv", "score"}:
+                number = self._cast(n, "f32")
+                return f"tl.fma({parts[1]}, {number}, {parts[0]}.to(tl.float32) * {number})"
+        return None
 
     def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
         types = [self.program.instructions[a].type for a in args]
@@ -161,6 +202,8 @@ class Writer:
             return f"({operands[0]} * (1.0 / {operands[1]}))"  # one division, not one per element; scores of 16-bit inputs do not see the rounding
         if name in ("add", "sub") and not is_float and computed != "bool":
             return self._integer_sum(name, args, computed)
+        if name == "mul" and computed == "f32":
+            return self._times_places(args)
         if name == "pow":
             return self._power(args, operands, is_float)
         if name == "not" and computed == "bool":
@@ -182,18 +225,7 @@ class Writer:
     def _integer_sum(self, name: str, args: tuple[int, ...], computed: str) -> str | None:
         """A sum of integers in another order, which changes nothing: first what depends on q alone, or kv alone, so that one
         operation is left per element."""
-        terms: list[tuple[str, int]] = []
-
-        def collect(k: int, sign: str) -> None:
-            op, inner, _, _ = self.program.instructions[k]
-            if op in ("add", "sub") and self.types[k] == computed and {"q", "kv"} <= self.program.dependencies[k]:
-                collect(inner[0], sign)
-                collect(inner[1], sign if op == "add" else FLIPPED[sign])
-            else:
-                terms.append((sign, k))
-
-        collect(args[0], "+")
-        collect(args[1], "+" if name == "add" else "-")
+        terms = self._terms(args[0], "+", computed) + self._terms(args[1], "+" if name == "add" else "-", computed)
         if len(terms) == 2 or not {"q", "kv"} <= self.varies(args):
             return None
         groups: dict[frozenset[str], str] = {}

@@ -24,19 +24,20 @@ _functions: dict[Any, tuple[Generated | None]] = {}
 
 def mask_of(p: Problem) -> Generated | None:
     """Exact whatever the inputs' type: a rounding may change what is allowed."""
-    make = lambda call: generated("mask", mask_source(_writer(call.program, call, extents_of(p), True)))  # noqa: E731
+    make = lambda call: generated("mask", mask_source(_writer(call.program, call, extents_of(p), True, False)))  # noqa: E731
     return None if p.mask is None else _function("mask", p.mask, p, make)
 
 
-def score_of(p: Problem) -> Generated | None:
-    """None where the scores are q.k times a number that may be applied last."""
+def score_of(p: Problem, in_parts: bool = False) -> Generated | None:
+    """None where the scores are q.k times a number that may be applied last. Places of queries and keys may come in two parts (gluon/pieces.py)."""
     _, call, _ = _inner(p)
     if call is None or call.program.instructions[call.program.results[0]].op == "score":
         return None if _product(p) >= SMALLEST_SCALE else UNCHANGED
-    return _function("score", call, p, lambda call: generated("score_mod", score_source(_score_writer(call.program, call, p))))
+    make = lambda call: generated("score_mod", score_source(_score_writer(call.program, call, p, in_parts)))  # noqa: E731
+    return _function(f"score {in_parts}", call, p, make)
 
 
-def slope_of(p: Problem) -> Generated | None:
+def slope_of(p: Problem, in_parts: bool = False) -> Generated | None:
     """The score's derivative with respect to the incoming score; None where that is 1 and the scale may be divided by."""
     _, call, _ = _inner(p)
     by_scale = _product(p) >= SMALLEST_SCALE
@@ -48,9 +49,9 @@ def slope_of(p: Problem) -> Generated | None:
         op, _, attr, _ = program.instructions[program.results[0]]
         if op == "literal" and literal_value(attr) == 1 and by_scale:
             return None
-        return generated("slope", slope_source(_score_writer(program, call, p)))
+        return generated("slope", slope_source(_score_writer(program, call, p, in_parts)))
 
-    return _function(f"slope {by_scale}", call, p, make)
+    return _function(f"slope {by_scale} {in_parts}", call, p, make)
 
 
 def _inner(p: Problem) -> tuple[float, Call | None, float]:
@@ -60,7 +61,7 @@ def _inner(p: Problem) -> tuple[float, Call | None, float]:
         return 1.0, p.score, 1.0
     known = p.memory.get("factored")
     if known is None:
-        known = p.memory["factored"] = factored(p.score)
+        known = p.memory["factored"] = factored(replace(p.score, captures=()))  # what is remembered keeps no tensor alive
     return known.factor, replace(known.call, captures=p.score.captures), known.gain
 
 
@@ -95,7 +96,7 @@ def gauge_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
 def _shares_of(p: Problem, wanted: frozenset[int], entry: str, source: Callable[[Writer, Derivative], list[str]]) -> Generated | None:
     def make(call: Call) -> Generated:
         derivative = derive(call.program, wanted)
-        return generated(entry, source(_score_writer(derivative.program, call, p), derivative))
+        return generated(entry, source(_score_writer(derivative.program, call, p, False), derivative))
 
     _, call, _ = _inner(p)
     return None if call is None or not wanted else _function(f"{entry} {sorted(wanted)}", call, p, make)
@@ -117,15 +118,17 @@ def extents_of(p: Problem) -> Extents:
     return Extents(p.batch, p.heads, p.q_len, p.kv_len)
 
 
-def _writer(program: Program, call: Call, extents: Extents, precise: bool) -> Writer:
+def _writer(program: Program, call: Call, extents: Extents, precise: bool, in_parts: bool) -> Writer:
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, t.numel() >= 2**31) for t in call.captures)
-    return Writer(program, call, extents, layouts, precise)
+    return Writer(program, call, extents, layouts, precise, in_parts)
 
 
-def _score_writer(program: Program, call: Call, p: Problem) -> Writer:
-    """Scores of 16-bit inputs do not see the last bits. Places past the end are computed too, and not used: only loads must be kept inside."""
+def _score_writer(program: Program, call: Call, p: Problem, in_parts: bool) -> Writer:
+    """Scores of 16-bit inputs do not see the last bits. Places in parts may lie past the end, where only loads have to be kept inside."""
     extents = extents_of(p)
-    return _writer(program, call, extents._replace(q=extents.q + LARGEST_TILE, kv=extents.kv + LARGEST_TILE), p.dtype == torch.float32)
+    if in_parts:
+        extents = extents._replace(q=extents.q + LARGEST_TILE, kv=extents.kv + LARGEST_TILE)
+    return _writer(program, call, extents, p.dtype == torch.float32, in_parts)
 
 
 def mod_arguments(p: Problem) -> dict[str, Any]:

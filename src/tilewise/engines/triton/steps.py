@@ -80,18 +80,39 @@ def mask_decides(tiles, row, run, GIVEN: tl.constexpr):
         return -1
 
 
-LONG, PARTS = tl.constexpr(128), tl.constexpr(64)
+@triton.jit
+def rows_product(b_x, b_y, PRECISION: tl.constexpr):
+    """x y^T. A sum in 32 bits over a head dim longer than 128 is cut into parts of 64: its error grows with the length."""
+    if (PRECISION != "ieee") or (b_x.dtype != tl.float32):
+        return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+    elif b_x.shape[1] == 256:
+        return product_of_256(b_x, b_y)
+    elif b_x.shape[1] == 512:
+        b_x0, b_x1 = halves(b_x)
+        b_y0, b_y1 = halves(b_y)
+        return product_of_256(b_x0, b_y0) + product_of_256(b_x1, b_y1)
+    else:
+        return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
 
 
 @triton.jit
-def rows_product(b_x, b_y, PRECISION: tl.constexpr, LONGEST: tl.constexpr = LONG):
-    """x y^T. A sum in 32 bits over a head dim longer than LONG is cut in two, again and again, into PARTS: its error grows with the length."""
-    if PRECISION == "ieee" and b_x.dtype == tl.float32 and b_x.shape[1] > LONGEST:
-        b_x0, b_x1 = tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
-        b_y0, b_y1 = tl.split(b_y.reshape(b_y.shape[0], b_y.shape[1] // 2, 2))
-        return rows_product(b_x0, b_y0, PRECISION, PARTS) + rows_product(b_x1, b_y1, PRECISION, PARTS)
-    else:
-        return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+def product_of_256(b_x, b_y):
+    b_x0, b_x1 = halves(b_x)
+    b_y0, b_y1 = halves(b_y)
+    return product_of_128(b_x0, b_y0) + product_of_128(b_x1, b_y1)
+
+
+@triton.jit
+def product_of_128(b_x, b_y):
+    b_x0, b_x1 = halves(b_x)
+    b_y0, b_y1 = halves(b_y)
+    return tl.dot(b_x0, tl.trans(b_y0), input_precision="ieee") + tl.dot(b_x1, tl.trans(b_y1), input_precision="ieee")
+
+
+@triton.jit
+def halves(b_x):
+    """Every other column, and those between."""
+    return tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
 
 
 @triton.jit
@@ -100,12 +121,12 @@ def final_scores(
 ):  # fmt: skip
     """From q.k to the final score: the score function, then -inf where the mask (see mask_decides) or the end forbids. To be multiplied by
     scale[1] (see mods.scales)."""
+    i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
     if SCORE is not None:
-        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, o_kv[None, :], score[0], score[1], score[2], score[3])
+        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
     if MASKED:
         allowed = (n_kv - 1 - o_kv)[None, :]  # negative: forbidden
         if MASK is not None:
-            i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
             allowed = allowed | (MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & decides)
         b_s = tl.where(allowed >= 0, b_s, float("-inf"))
     return b_s
