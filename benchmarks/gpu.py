@@ -1,7 +1,7 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, grouped heads, programmed masks and scores, decoding, memory, cold starts; its tile maps.
 
     python benchmarks/gpu.py [dense] [grouped] [masks] [decode] [host] [maps] [memory] [cold]
-                             [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER]
+                             [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER] [--fa4 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
 order, and every figure is the median of several turns, because a card at its power limit moves by a few percent with what ran before.
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,35 @@ def torch_flex(mask: Any = None, score: Any = None, length: int = 0) -> Callable
     return lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=block_mask)
 
 
+def flash_names(args: argparse.Namespace) -> list[str]:
+    return [name for name, folder in (("FA3", args.fa3), ("FA4", args.fa4)) if folder]
+
+
+def flash_peers(args: argparse.Namespace, causal: bool, left: int = -1) -> list[Peer]:
+    """FlashAttention of the generations that a folder was given for: plain, causal, or causal with `left` keys to the left."""
+    load = {"FA3": lambda: flash3(args.fa3), "FA4": lambda: flash4(args.fa4)}
+
+    def forward(name: str) -> Callable[..., Tensor]:
+        function = load[name]()
+        return lambda q, k, v: function(q, k, v, causal, left)
+
+    return [Peer(name, forward(name), tokens_first=True) for name in flash_names(args)]
+
+
+@lru_cache(maxsize=1)
+def flash4(folder: str) -> Callable[..., Any]:
+    """FlashAttention-4 in CuTe's language, from a folder of unpacked wheels; tensors are (batch, sequence, heads, dim)."""
+    sys.path[:0] = [folder, *[os.path.join(folder, "nvidia_cutlass_dsl", part) for part in ("dsl_packages", "python_packages")]]
+    from flash_attn.cute import flash_attn_func
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int) -> Tensor:
+        found = flash_attn_func(q, k, v, causal=causal, **({"window_size": (left, 0)} if left >= 0 else {}))
+        return found[0] if isinstance(found, tuple) else found  # some versions return lse too
+
+    return forward
+
+
+@lru_cache(maxsize=1)
 def flash3(folder: str) -> Callable[..., Any]:
     """FlashAttention-3 as its operators, from an unpacked folder; tensors are (batch, sequence, heads, dim)."""
     import ctypes
@@ -157,9 +187,8 @@ def ours(args: argparse.Namespace, mask: Any, score: Any, **options: Any) -> lis
 
 
 def dense(args: argparse.Namespace) -> list[list[str]]:
-    fa3 = flash3(args.fa3) if args.fa3 else None
     flex = [] if args.no_flex else ["torch flex"]
-    table = [["work (forward / backward TFLOP/s)", *our_names(args), "cuDNN", "FA2", *flex, *(["FA3"] if fa3 else [])]]
+    table = [["work (forward / backward TFLOP/s)", *our_names(args), "cuDNN", "FA2", *flex, *flash_names(args)]]
     for dim in args.dims:
         for length in args.lengths:
             for causal in (False, True):
@@ -171,9 +200,8 @@ def dense(args: argparse.Namespace) -> list[list[str]]:
                     Peer("cuDNN", sdpa(SDPBackend.CUDNN_ATTENTION, causal)),
                     Peer("FA2", sdpa(SDPBackend.FLASH_ATTENTION, causal)),
                     *([] if args.no_flex else [Peer("flex", torch_flex(mask, None, length))]),
+                    *flash_peers(args, causal),
                 ]
-                if fa3:
-                    peers.append(Peer("FA3", lambda q, k, v, causal=causal: fa3(q, k, v, causal, -1), tokens_first=True))
                 flops = 4 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
                 table.append(row(f"{'causal' if causal else 'full'} D{dim} S{length}", peers, inputs, flops, rep=args.rep))
     return table
@@ -181,20 +209,17 @@ def dense(args: argparse.Namespace) -> list[list[str]]:
 
 def grouped(args: argparse.Namespace) -> list[list[str]]:
     """Query heads that share key heads, beside as many of each: the work is the same."""
-    fa3 = flash3(args.fa3) if args.fa3 else None
     batch, heads, length, dim = 2, 32, 8192, 128
-    table = [["causal, B2 S8192 D128 (forward / backward TFLOP/s)", *our_names(args), "cuDNN", *(["FA3"] if fa3 else [])]]
+    table = [["causal, B2 S8192 D128 (forward / backward TFLOP/s)", *our_names(args), "cuDNN", *flash_names(args)]]
     for kv_heads in (32, 8):
         peers = [*ours(args, masks.causal, None, enable_gqa=True), Peer("cuDNN", sdpa(SDPBackend.CUDNN_ATTENTION, True, enable_gqa=True))]
-        if fa3:
-            peers.append(Peer("FA3", lambda q, k, v: fa3(q, k, v, True, -1), tokens_first=True))
+        peers += flash_peers(args, True)
         flops = 2 * batch * heads * length * length * dim
         table.append(row(f"{heads} heads on {kv_heads}", peers, tensors(batch, heads, length, dim, kv_heads), flops, rep=args.rep))
     return table
 
 
 def programmed(args: argparse.Namespace) -> list[list[str]]:
-    fa3 = flash3(args.fa3) if args.fa3 else None
     heads, length, dim = 16, 16384, 128
     lengths = torch.tensor([3000, 1200, 700, 4096, 2500, 388, 1500, 3000])
     ids = masks.ids_of_lengths(lengths).to("cuda")
@@ -212,17 +237,13 @@ def programmed(args: argparse.Namespace) -> list[list[str]]:
         "softcap 30 + causal": (causal, lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)),
         "relative bias + causal": (causal, lambda s, b, h, q, kv: s + relative[h, q - kv + length - 1]),
     }
-    table = [["work, B1 H16 S16384 D128 (forward / backward TFLOP/s)", *our_names(args), *([] if args.no_flex else ["torch flex"]), *(["FA3"] if fa3 else [])]]
+    table = [["work, B1 H16 S16384 D128 (forward / backward TFLOP/s)", *our_names(args), *([] if args.no_flex else ["torch flex"]), *flash_names(args)]]
     inputs = tensors(1, heads, length, dim)
     for name, (mask, score) in work.items():
         pairs = allowed_pairs(mask, length)
         peers = [*ours(args, mask, score), *([] if args.no_flex else [Peer("flex", torch_flex(mask, score, length))])]
-        if fa3:
-            window = {"causal": -1, "causal window 1024": 1023}
-            if name in window:
-                peers.append(Peer("FA3", lambda q, k, v, left=window[name]: fa3(q, k, v, True, left), tokens_first=True))
-            else:
-                peers.append(Peer("FA3", _unable))
+        windows = {"causal": -1, "causal window 1024": 1023}
+        peers += flash_peers(args, True, windows[name]) if name in windows else [Peer(flash, _unable) for flash in flash_names(args)]
         table.append(row(f"{name} ({pairs / length**2:.3f})", peers, inputs, 4 * heads * dim * pairs, rep=args.rep))
     return table
 
@@ -433,6 +454,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help="2048 8192 16384 unless given; 8192 if quick")
     parser.add_argument("--quick", action="store_true", help="one length, shorter measurements")
     parser.add_argument("--fa3", help="folder with FlashAttention-3's library, to measure it too")
+    parser.add_argument("--fa4", help="folder with FlashAttention-4's wheels, unpacked, to measure it too")
     parser.add_argument("--save", action="store_true", help="write each part to benchmarks/results/gpu")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -442,7 +464,7 @@ def main() -> None:
     parts = {"dense": dense, "grouped": grouped, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
     print(header)
-    command = "python " + " ".join("FOLDER" if word == args.fa3 else word for word in sys.argv)
+    command = "python " + " ".join("FOLDER" if word in (args.fa3, args.fa4) else word for word in sys.argv)
     for name in args.parts or parts:
         table = markdown(parts[name](args))
         if args.save:
