@@ -26,11 +26,25 @@ class Grid(NamedTuple):
     window: tuple[int, ...]
 
 
+class Covers(NamedTuple):
+    """How far a mask or score is defined: beyond, what it loads would be its last element again and again."""
+
+    what: str
+    axis: str  # b, h, q or kv
+    size: int
+    exactly: bool = False  # more of it would be left out without a word
+
+
+def covers(what: str, *, exactly: bool = False, **sizes: int) -> tuple[Covers, ...]:
+    return tuple([Covers(what, axis, size, exactly) for axis, size in sizes.items()])
+
+
 class Mask:
     """A mask function with a name. It is traced once, so what it captures must not be rebound afterwards."""
 
-    def __init__(self, function: MaskFunction, label: str, *parameters: Any, grid: Grid | None = None) -> None:
+    def __init__(self, function: MaskFunction, label: str, *parameters: Any, grid: Grid | None = None, covers: tuple[Covers, ...] = ()) -> None:
         self.function = function
+        self.covers = covers
         self.grid = grid  # changes the order in which tokens are computed, never the result
         self._label = label
         self._parameters = parameters
@@ -67,7 +81,7 @@ class Mask:
 
     def __invert__(self) -> "Mask":
         f = self.function
-        return Mask(lambda b, h, q, kv: logical_not(f(b, h, q, kv)), "~", self)
+        return Mask(lambda b, h, q, kv: logical_not(f(b, h, q, kv)), "~", self, covers=self.covers)
 
     def __bool__(self) -> bool:
         raise TraceError(f"the mask {self.name} has no truth value: combine masks with & | ~, not with and, or, not")
@@ -97,7 +111,8 @@ def _combine(left: Mask, right: Mask, operator: str) -> Mask:
     def either(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return f(b, h, q, kv) | g(b, h, q, kv)
 
-    return Mask(both if operator == "&" else either, operator, left, right, grid=_common_grid(left.grid, right.grid, operator))
+    grid = _common_grid(left.grid, right.grid, operator)
+    return Mask(both if operator == "&" else either, operator, left, right, grid=grid, covers=left.covers + right.covers)
 
 
 def _common_grid(left: Grid | None, right: Grid | None, operator: str) -> Grid | None:
@@ -131,7 +146,7 @@ causal = Mask(lambda b, h, q, kv: q >= kv, "causal")
 def causal_lower_right(q_len: int, kv_len: int) -> Mask:
     """Causal with the last query aligned to the last key, as for a decoder that continues a cache."""
     offset = kv_len - q_len
-    return Mask(lambda b, h, q, kv: q + offset >= kv, "causal_lower_right", q_len, kv_len)
+    return Mask(lambda b, h, q, kv: q + offset >= kv, "causal_lower_right", q_len, kv_len, covers=covers("causal_lower_right", q=q_len, kv=kv_len))
 
 
 def sliding_window(left: int, right: int | None = None) -> Mask:
@@ -159,7 +174,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
     """Everyone sees the first `prefix` keys (a number, or one per batch element), the rest is causal."""
     if isinstance(prefix, Tensor):
         lengths = _integers(prefix, 1, "prefix_lm")
-        return Mask(lambda b, h, q, kv: (kv < lengths[b]) | (q >= kv), "prefix_lm", "per batch")
+        return Mask(lambda b, h, q, kv: (kv < lengths[b]) | (q >= kv), "prefix_lm", "per batch", covers=covers("prefix_lm", b=len(lengths)))
     return Mask(lambda b, h, q, kv: at_most(kv + 1, prefix) | (q >= kv), "prefix_lm", prefix)
 
 
@@ -179,8 +194,9 @@ def document(ids: Tensor | None = None, kv_ids: Tensor | None = None, *, lengths
     if q_ids.dim() != k_ids.dim():
         raise InputError(f"document ids of shape {tuple(q_ids.shape)} and kv_ids of shape {tuple(k_ids.shape)} must have the same number of dimensions")
     if q_ids.dim() == 2:
-        return Mask(lambda b, h, q, kv: q_ids[b, q] == k_ids[b, kv], "document")
-    return Mask(lambda b, h, q, kv: q_ids[q] == k_ids[kv], "document")
+        known = covers("document", b=min(len(q_ids), len(k_ids)), q=q_ids.shape[1], kv=k_ids.shape[1])
+        return Mask(lambda b, h, q, kv: q_ids[b, q] == k_ids[b, kv], "document", covers=known)
+    return Mask(lambda b, h, q, kv: q_ids[q] == k_ids[kv], "document", covers=covers("document", q=len(q_ids), kv=len(k_ids)))
 
 
 def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -192,7 +208,7 @@ def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
 def padding(lengths: Tensor) -> Mask:
     """Key kv of batch element b counts only if kv < lengths[b]."""
     valid = _integers(lengths, 1, "padding")
-    return Mask(lambda b, h, q, kv: kv < valid[b], "padding")
+    return Mask(lambda b, h, q, kv: kv < valid[b], "padding", covers=covers("padding", b=len(valid)))
 
 
 def global_tokens(which: int | Tensor) -> Mask:
@@ -200,7 +216,7 @@ def global_tokens(which: int | Tensor) -> Mask:
     if isinstance(which, Tensor):
         if which.dtype != torch.bool or which.dim() != 1:
             raise InputError(f"global_tokens takes a number or a boolean (S,) tensor, got {which.dtype} of shape {tuple(which.shape)}")
-        return Mask(lambda b, h, q, kv: which[q] | which[kv], "global_tokens")
+        return Mask(lambda b, h, q, kv: which[q] | which[kv], "global_tokens", covers=covers("global_tokens", q=len(which), kv=len(which)))
     return Mask(lambda b, h, q, kv: at_most(q + 1, which) | at_most(kv + 1, which), "global_tokens", which)
 
 
@@ -224,7 +240,7 @@ def shared_prefix(lengths: Sequence[int] | Tensor, prefix_of: Sequence[int] | Te
         prompt = (kv >= token_prefix_start[q]) & (kv < token_prefix_end[q]) & (token_prefix_start[q] != token_start[q])
         return own | prompt
 
-    return Mask(shared, "shared_prefix", f"{len(counts)} documents")
+    return Mask(shared, "shared_prefix", f"{len(counts)} documents", covers=covers("shared_prefix", q=len(ids), kv=len(ids)))
 
 
 def block_diffusion(length: int, block: int) -> Mask:
@@ -243,7 +259,7 @@ def block_diffusion(length: int, block: int) -> Mask:
         clean = (q_block >= kv_block) & ~q_noised & ~kv_noised
         return own | before | clean
 
-    return Mask(diffusion, "block_diffusion", length, block)
+    return Mask(diffusion, "block_diffusion", length, block, covers=covers("block_diffusion", q=2 * length, kv=2 * length))
 
 
 def tree(parents: Sequence[int], prefix: int = 0) -> Mask:
@@ -264,7 +280,7 @@ def tree(parents: Sequence[int], prefix: int = 0) -> Mask:
     def within(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (kv < prefix) | ((kv >= prefix) & ancestors[q, (kv - prefix).clamp(0, count - 1)])
 
-    return Mask(within, "tree", f"{count} nodes", f"prefix {prefix}")
+    return Mask(within, "tree", f"{count} nodes", f"prefix {prefix}", covers=covers("tree", q=count, kv=prefix + count))
 
 
 def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mask:
@@ -277,7 +293,8 @@ def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mas
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return _inside_windows(_coordinates(q, sizes), _coordinates(kv, sizes), sizes, windows)
 
-    return Mask(near, "neighborhood", _by(sizes), _by(windows), grid=Grid(sizes, windows))
+    points = _product(sizes)
+    return Mask(near, "neighborhood", _by(sizes), _by(windows), grid=Grid(sizes, windows), covers=covers("neighborhood", q=points, kv=points))
 
 
 def on_grid(mask: "Mask | MaskFunction", shape: Sequence[int], window: int | Sequence[int]) -> Mask:
@@ -286,7 +303,7 @@ def on_grid(mask: "Mask | MaskFunction", shape: Sequence[int], window: int | Seq
     It may then be computed with the tokens in the order of small patches, where that leaves less to compute. The result is the same.
     """
     known = as_mask(mask)
-    return Mask(known.function, known._label, *known._parameters, grid=Grid(*_grid(shape, window, "on_grid")))
+    return Mask(known.function, known._label, *known._parameters, grid=Grid(*_grid(shape, window, "on_grid")), covers=known.covers)
 
 
 def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int], text: int = 0) -> Mask:
@@ -307,7 +324,7 @@ def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int
         image = (q < vision) & (kv < vision) & _inside_windows(q_tile, kv_tile, counts, reaches)
         return image | (q >= vision) | (kv >= vision) if text else image
 
-    return Mask(near, "sliding_tile", _by(sizes), _by(windows), _by(tiles))
+    return Mask(near, "sliding_tile", _by(sizes), _by(windows), _by(tiles), covers=covers("sliding_tile", q=vision + text, kv=vision + text))
 
 
 def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
@@ -321,7 +338,7 @@ def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
         image = (kv // tokens_per_image).clamp(0, count - 1)
         return (q >= spans[image, 0]) & (q < spans[image, 1])
 
-    return Mask(visible, "cross", f"{count} images")
+    return Mask(visible, "cross", f"{count} images", covers=covers("cross", kv=count * tokens_per_image))
 
 
 def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
@@ -337,7 +354,8 @@ def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
             allowed = allowed | (options[k](b, h, q, kv) & (chosen[b] == k))
         return allowed
 
-    return Mask(select, "per_batch", *options)
+    inner = tuple([c for m in options for c in m.covers])
+    return Mask(select, "per_batch", *options, covers=covers("per_batch", b=len(chosen)) + inner)
 
 
 def _integers(tensor: Tensor, dims: int | tuple[int, ...], who: str) -> Tensor:

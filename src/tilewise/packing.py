@@ -87,6 +87,10 @@ def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
             raise InputError(f"{name} must be a 4-D nested tensor with layout=torch.jagged, as the others are")
+        ragged: Any = getattr(tensor, "_ragged_idx", None)
+        if ragged is not None and ragged != layout.index("s"):
+            other = "bshd" if layout == "bhsd" else "bhsd"
+            raise InputError(f"{name} varies in length along dimension {ragged}, where layout {layout!r} has heads; pass layout={other!r} or transpose(1, 2)")
         tokens_first = tensor.transpose(1, 2) if layout == "bhsd" else tensor
         parts.append(tokens_first)
     q, k, v = parts

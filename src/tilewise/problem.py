@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import Call, trace_mask, trace_score
-from tilewise.masks import Grid, causal
-from tilewise.scores import ScoreFunction, Sinks, as_scores
+from tilewise.masks import Grid, Mask, causal
+from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent, TileMap, read_mask
 
@@ -139,6 +139,7 @@ def make_problem(
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if 0 in extent:  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
         mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
+    check_covers([mask, *as_scores(score)], extent)
     reading = read_mask(mask, extent, query.device)
     call, name = reading.call, reading.name
     if options.is_causal:
@@ -296,6 +297,15 @@ def _same_device(tiles: TileMap | None, device: torch.device) -> TileMap | None:
     if tiles is not None and tiles.device.type != device.type:
         raise InputError(f"Expect q/k/v and block_mask to be on the same device but got {device} and {tiles.device}; move the map with .to({str(device)!r})")
     return tiles
+
+
+def check_covers(given: list[Any], extent: Extent) -> None:
+    """Masks and scores of this library know how many queries, keys, heads and batch elements they are made for."""
+    having = {"b": (extent.batch, "batch elements"), "h": (extent.heads, "heads"), "q": (extent.q_len, "queries"), "kv": (extent.kv_len, "keys")}
+    for known in [c for function in given if isinstance(function, (Mask, Score)) for c in function.covers]:
+        count, name = having[known.axis]
+        if count > known.size or (known.exactly and count < known.size):
+            raise InputError(f"{known.what} is made for {known.size} {name}, the call has {count}")
 
 
 def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
+from tilewise.masks import Covers, covers
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -22,8 +23,9 @@ ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 class Score:
     """A score function with a name."""
 
-    def __init__(self, function: ScoreFunction, label: str, *parameters: Any) -> None:
+    def __init__(self, function: ScoreFunction, label: str, *parameters: Any, covers: tuple[Covers, ...] = ()) -> None:
         self.function = function
+        self.covers = covers
         self._label = label
         self._parameters = parameters
 
@@ -49,17 +51,20 @@ class Sinks(Score):
 
 def sinks(logits: Tensor) -> Sinks:
     """Attention sinks: softmax over the keys' scores and logits[h]; `lse` includes the sink."""
-    if logits.dim() != 1 or not logits.is_floating_point():
-        raise InputError(f"sinks takes one logit per query head, a float (H,) tensor, got {logits.dtype} of shape {tuple(logits.shape)}")
+    if not isinstance(logits, Tensor) or logits.dim() != 1 or not logits.is_floating_point():
+        given = f"{logits.dtype} of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(f"sinks takes one logit per query head, a float (H,) tensor, got {given}")
     return Sinks(logits)
 
 
 def alibi(heads: int | Tensor) -> Score:
     """score - slope[h] * (q - kv): slopes of the ALiBi paper for a number of heads, or a tensor of your own."""
+    if not isinstance(heads, (int, Tensor)):
+        raise InputError(f"alibi takes a number of heads or a float (H,) tensor, got {type(heads).__name__}")
     slopes = heads if isinstance(heads, Tensor) else alibi_slopes(heads)
     if slopes.dim() != 1 or not slopes.is_floating_point():
         raise InputError(f"alibi takes a number of heads or a float (H,) tensor, got {slopes.dtype} of shape {tuple(slopes.shape)}")
-    return Score(lambda score, b, h, q, kv: score + slopes[h] * (kv - q), "alibi", slopes.shape[0])
+    return Score(lambda score, b, h, q, kv: score + slopes[h] * (kv - q), "alibi", slopes.shape[0], covers=covers("alibi", h=len(slopes), exactly=True))
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -91,7 +96,8 @@ def relative_bias(table: Tensor, *, buckets: str | None = None, bidirectional: b
         if table.shape[1] % 2 == 0:
             raise InputError(f"relative_bias takes a (H, 2 * reach + 1) table, got shape {tuple(table.shape)}")
         reach = table.shape[1] // 2
-        return Score(lambda score, b, h, q, kv: score + table[h, (q - kv).clamp(-reach, reach) + reach], "relative_bias", reach)
+        known = covers("relative_bias", h=len(table), exactly=True)
+        return Score(lambda score, b, h, q, kv: score + table[h, (q - kv).clamp(-reach, reach) + reach], "relative_bias", reach, covers=known)
     if buckets != "t5":
         raise InputError(f"relative_bias: buckets is None or 't5', got {buckets!r}")
     bucket_of = t5_buckets(table.shape[0], max_distance, bidirectional).to(table.device)
@@ -99,7 +105,7 @@ def relative_bias(table: Tensor, *, buckets: str | None = None, bidirectional: b
     def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return score + table[bucket_of[(kv - q).clamp(-max_distance, max_distance) + max_distance], h]
 
-    return Score(biased, "relative_bias", "t5", table.shape[0])
+    return Score(biased, "relative_bias", "t5", table.shape[0], covers=covers("relative_bias", h=table.shape[1], exactly=True))
 
 
 def t5_buckets(count: int, max_distance: int, bidirectional: bool) -> Tensor:
@@ -129,13 +135,16 @@ def bias(tensor: Tensor) -> Score:
         place = (b, h, q, kv)[4 - len(broadcast) :]
         return score + tensor[tuple([0 if one else i for one, i in zip(broadcast, place, strict=True)])]
 
-    return Score(biased, "bias", *tensor.shape)
+    axes = zip(("b", "h", "q", "kv")[4 - tensor.dim() :], tensor.shape, strict=True)
+    known = tuple([Covers("bias", axis, size, exactly=axis in ("b", "h")) for axis, size in axes if size != 1])
+    return Score(biased, "bias", *tensor.shape, covers=known)
 
 
 def distance_decay(rate: float | Tensor) -> Score:
     """score - rate * |q - kv|; `rate` may be one per head."""
     if isinstance(rate, Tensor) and rate.dim() == 1:
-        return Score(lambda score, b, h, q, kv: score - rate[h] * (q - kv).abs(), "distance_decay", "per head")
+        known = covers("distance_decay", h=len(rate), exactly=True)
+        return Score(lambda score, b, h, q, kv: score - rate[h] * (q - kv).abs(), "distance_decay", "per head", covers=known)
     if isinstance(rate, Tensor) and rate.dim() != 0:
         raise InputError(f"distance_decay takes a number, a 0-d tensor or one rate per head, got shape {tuple(rate.shape)}")
     return Score(lambda score, b, h, q, kv: score - rate * (q - kv).abs(), "distance_decay", "learned" if isinstance(rate, Tensor) else rate)
