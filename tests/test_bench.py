@@ -34,3 +34,8 @@ def test_a_peer_that_cannot_leaves_its_cell_empty() -> None:
 def test_a_device_that_is_not_there_is_said_to_be(command: str) -> None:
     found = CliRunner().invoke(app, [command, "--device", "cuba"])
     assert found.exit_code == 2 and "torch cannot use the device 'cuba' here" in found.output
+
+
+def test_a_name_that_is_no_pictures_is_refused_before_anything_is_measured() -> None:
+    found = CliRunner().invoke(app, ["bench", "--out", "bars.txt"])
+    assert found.exit_code == 2 and "no picture" in found.output

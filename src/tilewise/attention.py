@@ -51,7 +51,12 @@ def attention(
     A query that may attend to nothing gives 0. The output has the query's layout and strides.
     """
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
-    if query.is_nested or key.is_nested or value.is_nested:
+    try:
+        nested = query.is_nested or key.is_nested or value.is_nested
+    except AttributeError:
+        kinds = ", ".join([type(t).__name__ for t in (query, key, value)])
+        raise InputError(f"query, key and value must be torch tensors, got {kinds}; torch.from_numpy makes one of a numpy array") from None
+    if nested:
         return _nested(query, key, value, mask, score, options, layout, backend, return_lse)
     output = run(*_as_bhsd(query, key, value, layout, heads), mask, score, options, backend, return_lse)
     out = from_bhsd(output.out, layout, flat=query.dim() == 3)

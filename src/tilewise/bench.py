@@ -74,7 +74,7 @@ def run(out: Path, length: int, heads: int, head_dim: int, where: torch.device) 
     for row, found in rates.items():
         table.add_row(row, *[shown(found[peer]) for peer in PEERS])
     console.print(table)
-    console.print(f"bars: {draw(rates, title, out)}", highlight=False)
+    console.print(f"bars: {draw(rates, title, out)}", highlight=False, markup=False)
     return 0
 
 

@@ -21,6 +21,7 @@ app = typer.Typer(name="tilewise", help="Attention that you program in Python an
 cache = typer.Typer(help="Look after the store of compiled kernels.", no_args_is_help=True)
 app.add_typer(cache, name="cache")
 console = Console()
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 @app.command()
@@ -57,6 +58,8 @@ def bench(
     """Masks and scores on this machine, forward and backward, beside torch's SDPA and FlexAttention; draws the bars as a PNG."""
     from tilewise.bench import run
 
+    if out.suffix.lower() not in PICTURES:
+        raise typer.BadParameter(f"{out} is no picture; its name must end in one of {', '.join(PICTURES)}", param_hint="--out")
     where = usable(device)
     usual = 16384 if where.type == "cuda" else 2048
     raise typer.Exit(run(out, usual if length is None else length, heads, head_dim, where))

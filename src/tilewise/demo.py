@@ -29,7 +29,7 @@ Each mask and score above is a plain Python function. tilewise formed no N x N m
 
 Try next:
   print(tilewise.explain(q, k, v, mask=masks.causal))   which engine, and why
-  with tilewise.attention_backend("native"): ...        choose one for a block
+  with tilewise.attention_backend("flex"): ...          choose one for a block
   from tilewise.flex import flex_attention              FlexAttention code, unchanged
   docs/masks.md, docs/scores.md, docs/choosing.md       the whole library
 """

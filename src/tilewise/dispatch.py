@@ -143,6 +143,8 @@ def reason_against(engine: Engine, problem: Problem, request: Request) -> str | 
     if reason is None and engine.name != request.backend:  # what follows does not count if the engine was asked for by name
         if engine.name == "native" and problem.mask is not None:
             return _leak(problem)
+        if engine.name == "native" and problem.dtype.itemsize == 2 and engine_named("cpp").refuse(problem) is None:
+            return "the C++ engine computes 16-bit inputs faster, and their gradients several times as fast"
         if engine.name == "gluon" and problem.flops < WORTH_HOPPER:
             return "so small a problem starts sooner on the Triton engine"
     return reason

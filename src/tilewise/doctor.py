@@ -1,6 +1,8 @@
 """The doctor: versions, GPU, toolchain and store, and every engine run on a real problem against the reference."""
 
 import platform
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -74,7 +76,7 @@ def _gpu() -> list[Finding]:
 
 def _toolchain() -> list[Finding]:
     triton = Finding("Triton kernels", "ok", "can be compiled") if MISSING is None else Finding("Triton kernels", "note", MISSING, "pip install triton")
-    return [triton, _compiler()]
+    return [triton, _compiler(), _half_products()]
 
 
 def _compiler() -> Finding:
@@ -86,6 +88,16 @@ def _compiler() -> Finding:
         return Finding("C++ compiler", "note", reason, compiler.INSTALL)
     unit = "; bfloat16 products run on the matrix unit (AMX)" if matrix_unit.usable() else ""
     return Finding("C++ compiler", "ok", f"{compiler.find()}{unit}")
+
+
+def _half_products() -> Finding:
+    """torch's own product of bfloat16 matrices on the CPU, in a process of its own: on some virtual machines it ends the process."""
+    product = "import torch; a = torch.ones((64, 64), dtype=torch.bfloat16); a @ a"
+    done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=300, check=False)
+    if done.returncode == 0:
+        return Finding("torch's bfloat16 on cpu", "ok", "a product of matrices runs")
+    detail = f"a product of matrices ends Python (exit code {done.returncode}): the processor announces instructions that it does not run"
+    return Finding("torch's bfloat16 on cpu", "note", detail, "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16; tilewise's C++ engine needs no remedy")
 
 
 def _store() -> Finding:

@@ -17,8 +17,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def words(text: str) -> list[str]:
-    """Which engine `flex` means depends on the machine; the guides show the one that runs anywhere."""
-    return re.findall(r"\w+|[^\w\s]", re.sub(rf"\b{engine_of('flex')}\b", "blocked", text))
+    """Which engine `flex` means depends on the machine; the guides show the one of most."""
+    return re.findall(r"\w+|[^\w\s]", re.sub(r"\b(cpp|blocked)\b", engine_of("flex"), text))
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)

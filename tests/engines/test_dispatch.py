@@ -376,3 +376,25 @@ SILENT: dict[str, dict[str, Any]] = {
 def test_what_costs_nothing_is_not_told(name: str, warnings: Callable[[], list[str]]) -> None:
     tw.attention(*q_k_v(), **SILENT[name])
     assert warnings() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_inputs_without_a_mask_on_a_cpu(dtype: torch.dtype) -> None:
+    """torch's SDPA takes several times as long for their gradients, and on some machines ends the process."""
+    q = torch.zeros((1, 2, 64, 16), dtype=dtype)
+    found = tw.explain(q, q, q)
+    if tw.explain(q, q, q, backend="cpp").engine == "cpp":  # there is a compiler
+        assert found.engine == "cpp" and "16-bit" in next(v.reason for v in found.verdicts if v.engine == "native")
+    assert tw.explain(q, q, q, backend="native").engine == "native"
+    assert tw.explain(q.float(), q.float(), q.float()).engine == "native"
+
+
+def test_what_is_no_tensor_is_told_so() -> None:
+    q = torch.zeros((1, 2, 8, 16))
+    with pytest.raises(tw.InputError, match=r"must be torch tensors, got Tensor, ndarray, ndarray; torch\.from_numpy"):
+        tw.attention(q, q.numpy(), q.numpy())  # type: ignore[arg-type]
+
+
+def test_a_mask_that_is_called_without_places() -> None:
+    with pytest.raises(tw.InputError, match="causal is a mask already"):
+        masks.causal()
