@@ -61,12 +61,19 @@ BY_FUNCTION = _by_function()
 CUSTOM_OPERATORS = {"approx.tanh": BY_FUNCTION[torch.tanh]}  # the name users know a hardware tanh by; here it is exact
 
 
+INSTEAD = {
+    "log1p": "torch.log(1 + x)", "expm1": "torch.exp(x) - 1", "tan": "torch.sin(x) / torch.cos(x)", "sinh": "(torch.exp(x) - torch.exp(-x)) / 2",
+    "cosh": "(torch.exp(x) + torch.exp(-x)) / 2", "fmod": "x % y, which has y's sign", "frac": "x - torch.trunc(x)", "erfc": "1 - torch.erf(x)",
+    "lerp": "x + weight * (y - x)", "hypot": "torch.sqrt(x * x + y * y)", "cumsum": "the sum before the call, and load from it",
+    "isclose": "(x - y).abs() <= tolerance", "nan_to_num": "torch.where(x == x, x, 0.0)",
+}  # fmt: skip
+
+
 def unknown(name: str) -> TraceError:
     if name.endswith("_") and not name.startswith("__"):
         return refuse(f"{name} changes a value in place; use {name[:-1]} and keep its result")
-    return refuse(
-        f"the operation {name!r} is not part of the mask and score language; it has Python's operators and {', '.join(sorted(FUNCTIONS))}"
-    )
+    hint = f"; write {INSTEAD[name]}" if name in INSTEAD else ""
+    return refuse(f"the operation {name!r} is not part of the mask and score language{hint}; it has Python's operators and {', '.join(sorted(FUNCTIONS))}")
 
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

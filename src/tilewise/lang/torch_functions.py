@@ -3,6 +3,7 @@
 Their parameters are named as torch names them; what else a caller passes is refused by name.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +41,7 @@ def activation(op: str) -> Callable[..., Any]:
     """torch.nn.functional passes `inplace` along."""
 
     def apply(input: Any, inplace: bool = False) -> Symbol:
-        if inplace:
-            raise refuse(f"{op} with inplace=True changes a value in place; leave inplace out")
+        _refuse_in_place(op, inplace)
         return tracer_of((input,)).emit(op, input)
 
     return apply
@@ -137,6 +137,57 @@ def isnan(input: Any) -> Any:
 
 def isinf(input: Any) -> Any:
     return abs(input) == float("inf")
+
+
+def isfinite(input: Any) -> Any:
+    return abs(input) < float("inf")
+
+
+def masked_fill(input: Any, mask: Any, value: Any) -> Any:
+    tracer = tracer_of((input, mask, value))
+    kept = Symbol(tracer, tracer.operand(input))
+    return tracer.cast(where(mask, value, kept), NAME_OF[kept.dtype])
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+# Where an exponential is not chosen its argument is bounded too: its derivative is multiplied by 0, which of infinity would be NaN.
+
+
+def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    scaled = input * beta
+    return where(scaled > threshold, input, FUNCTIONS["log"](1.0 + FUNCTIONS["exp"](clamp(scaled, max=threshold))) / beta)
+
+
+def logsigmoid(input: Any) -> Any:
+    return -softplus(-input, threshold=50.0)
+
+
+def gelu(input: Any, *, approximate: str = "none") -> Any:
+    if approximate == "none":
+        return 0.5 * input * (1.0 + FUNCTIONS["erf"](input * math.sqrt(0.5)))
+    if approximate != "tanh":
+        raise refuse(f"gelu takes approximate='none' or 'tanh', got {approximate!r}")
+    return 0.5 * input * (1.0 + FUNCTIONS["tanh"](math.sqrt(2.0 / math.pi) * (input + 0.044715 * input * input * input)))
+
+
+def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    _refuse_in_place("elu", inplace)
+    return where(input > 0, input, alpha * (FUNCTIONS["exp"](clamp(input, max=0.0)) - 1.0))
+
+
+def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    _refuse_in_place("leaky_relu", inplace)
+    return where(input > 0, input, input * negative_slope)
+
+
+def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    _refuse_in_place("hardtanh", inplace)
+    return where(input <= min_val, min_val, where(input >= max_val, max_val, input))  # unlike clamp, flat where it begins to cut
+
+
+def _refuse_in_place(name: str, inplace: bool) -> None:
+    if inplace:
+        raise refuse(f"{name} with inplace=True changes a value in place; leave inplace out")
 
 
 def product_of_rows(input: Any, other: Any) -> Any:
@@ -263,13 +314,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_and": binary("and"), "bitwise_or": binary("or"), "bitwise_xor": binary("xor"), "bitwise_not": unary("not"),
     "bitwise_left_shift": binary("shl"), "bitwise_right_shift": binary("shr"),
     "logical_and": logical("and"), "logical_or": logical("or"), "logical_xor": logical("xor"), "logical_not": logical_not,
-    "where": where, "minimum": binary("minimum"), "maximum": binary("maximum"), "min": binary("minimum"), "max": binary("maximum"),
+    "where": where, "masked_fill": masked_fill, "minimum": binary("minimum"), "maximum": binary("maximum"), "min": binary("minimum"), "max": binary("maximum"),
     "clamp": clamp, "clip": clamp, "clamp_min": clamp_min, "clamp_max": clamp_max,
     "floor": unary("floor"), "ceil": unary("ceil"), "round": unary("round"), "trunc": unary("trunc"), "fix": unary("trunc"),
-    "sign": unary("sign"), "sgn": unary("sign"), "isnan": isnan, "isinf": isinf,
+    "sign": unary("sign"), "sgn": unary("sign"), "isnan": isnan, "isinf": isinf, "isfinite": isfinite,
     "exp": unary("exp"), "exp2": unary("exp2"), "log": unary("log"), "log2": unary("log2"), "sqrt": unary("sqrt"), "rsqrt": unary("rsqrt"),
     "sin": unary("sin"), "cos": unary("cos"), "tanh": unary("tanh"), "sigmoid": unary("sigmoid"), "expit": unary("sigmoid"), "erf": unary("erf"),
-    "silu": activation("silu"), "relu": activation("relu"),
+    "silu": activation("silu"), "relu": activation("relu"), "softplus": softplus, "logsigmoid": logsigmoid, "gelu": gelu, "elu": elu,
+    "leaky_relu": leaky_relu, "hardtanh": hardtanh,
     "to": convert, "type": typed, "type_as": type_as,
     "bool": converter(torch.bool), "byte": converter(torch.uint8), "char": converter(torch.int8), "short": converter(torch.int16),
     "int": converter(torch.int32), "long": converter(torch.int64), "half": converter(torch.float16), "bfloat16": converter(torch.bfloat16),
