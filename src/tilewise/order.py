@@ -67,7 +67,7 @@ class Arranged(NamedTuple):
     order: Order
     mask: Call | None
     score: Call | None
-    memory: dict[Any, Any]
+    memories: dict[Any, dict[Any, Any]]  # by where the copies' elements lie
 
 
 # -- the way of one call -----------------------------------------------------------------------------------------------
@@ -82,9 +82,11 @@ def in_best_order(engine: Engine, problem: Problem) -> tuple[Order | None, Probl
     if made is None:
         return None, problem
     order, p = made.order, problem
+    key, value = _broadcast(order, p.key), _broadcast(order, p.value)
+    memory = made.memories.setdefault((key.stride(), value.stride()), {})
     arranged = p.with_tensors(
-        query=order.arranged(p.query, 2), key=_broadcast(order, p.key), value=_broadcast(order, p.value),
-        mask=_with_captures(made.mask, p.mask), score=_with_captures(made.score, p.score), memory=made.memory, grid=None,
+        query=order.arranged(p.query, 2), key=key, value=value,
+        mask=_with_captures(made.mask, p.mask), score=_with_captures(made.score, p.score), memory=memory, grid=None,
     )  # fmt: skip
     return order, arranged
 

@@ -22,3 +22,14 @@ def test_equals_the_reference(shape: tuple[int, ...], window: int, monkeypatch: 
         found.append((out, lse, *torch.autograd.grad(out.sin().sum() + lse.sum(), inputs)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_training_then_evaluation_of_keys_that_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients every head has its copy, without them one serves all: kernels made ready for one are not started for the other."""
+    monkeypatch.setattr(Engine, "copies_worth", -(10**9))
+    query, key, value = (torch.randn((2, heads, 96, 16), requires_grad=True) for heads in (2, 1, 1))
+    inputs, mask = (query, key.expand(2, 2, -1, -1), value.expand(2, 2, -1, -1)), masks.neighborhood((8, 12), 5)
+    wanted = tw.attention(*inputs, mask=mask, backend="reference")
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(tw.attention(*inputs, mask=mask, backend="triton"), wanted, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,7 @@
 """The Triton kernels in Triton's interpreter: the same cases as every engine, small tiles, held to the same error rule."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,3 +41,39 @@ def test_decoding_agrees_with_the_reference(options: dict) -> None:
     wanted, wanted_lse = tw.attention(query.double(), key.double(), value.double(), enable_gqa=True, return_lse=True, backend="reference", **options)
     torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
+
+
+# -- scores and 16 bits ----------------------------------------------------------------------------------------------
+
+ROUNDED = {
+    "a rounding that lets gradients through": lambda s, b, h, q, kv: s + (torch.round(s) - s).detach(),
+    "of a multiple": lambda s, b, h, q, kv: (8 * s + (torch.round(8 * s) - 8 * s).detach()) / 8,
+    "a step": lambda s, b, h, q, kv: s + (s > 0),
+    "what the score forbids": lambda s, b, h, q, kv: s + torch.where(s < -1.0, -torch.inf, 0.0),
+    "a bias": lambda s, b, h, q, kv: kv * 0.01 + s - q * 0.02,
+    "its negative": lambda s, b, h, q, kv: 1.0 - s,
+}
+
+
+def gradients(score: Any, engine: str, dtype: torch.dtype, size: float = 1.0, length: int = 48) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn((1, 1, length, 16), generator=generator).half().to(dtype).requires_grad_() for _ in range(3)]
+    out = tw.attention(*inputs, score=score, backend=engine)
+    return torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=generator).half().to(dtype) * size)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_scores_whose_slope_is_one_need_not_only_add(name: str) -> None:
+    """lse may be subtracted before a score only where it adds something that does not depend on it."""
+    found, wanted = gradients(ROUNDED[name], "triton", torch.float16), gradients(ROUNDED[name], "reference", torch.float64)
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("cap", [1.0, 50.0, 2000.0])
+def test_small_gradients_survive_a_softcap(cap: float) -> None:
+    """Gradients of scores are rounded to 16 bits before numbers that were taken out of the score are multiplied in."""
+    for score in ([scores.softcap(cap)], [lambda s, b, h, q, kv: s + 0.1, scores.softcap(cap)]):
+        found, wanted = (gradients(score, engine, dtype, 1e-2, 256) for engine, dtype in (("triton", torch.float16), ("reference", torch.float64)))
+        for a, b in zip(found, wanted, strict=True):
+            assert float((a.double() - b).norm() / b.norm()) < 4e-3

@@ -20,6 +20,8 @@ TABLE = torch.tensor([1.5, 2.5])
 TAKEN: dict[str, tuple[Callable[..., Any], float, float, int]] = {
     "softcap": (softcap(30.0), 1 / 30, 30.0, 2),
     "softcap, the other way round": (lambda s, b, h, q, kv: torch.tanh(s * 0.25) * 4, 0.25, 4.0, 2),
+    "softcap of 1, which is the same program": (softcap(1.0), 1.0, 1.0, 2),
+    "a large softcap": (softcap(2000.0), 1 / 2000, 2000.0, 2),
     "only a number": (lambda s, b, h, q, kv: s * 3, 3.0, 1.0, 1),
     "numbers one after the other": (lambda s, b, h, q, kv: 2.0 * (torch.sin(3.0 * s / 4.0) / 8.0), 0.75, 0.25, 2),
     "a negative factor": (lambda s, b, h, q, kv: torch.tanh(s * -2.0), -2.0, 1.0, 2),
@@ -30,6 +32,8 @@ LEFT: dict[str, Callable[..., Any]] = {
     "the score used twice": lambda s, b, h, q, kv: torch.tanh(s * 2.0) + s,
     "a number that is learned": lambda s, b, h, q, kv: torch.tanh(s * TABLE[h]),
     "a number divided by the score": lambda s, b, h, q, kv: 2.0 / (1.0 + s),
+    "a gain alone, of which the derivative would be much smaller": lambda s, b, h, q, kv: 50.0 * torch.tanh((s + TABLE[h]) / 50.0),
+    "a factor alone": lambda s, b, h, q, kv: torch.tanh(s * 20.0) + TABLE[h],
     "a number beyond bounds": lambda s, b, h, q, kv: torch.tanh(s * 1e-9) * 1e9,
     "division by zero": lambda s, b, h, q, kv: torch.tanh(s / 0.0),
     "no score at all": lambda s, b, h, q, kv: TABLE[h] + q,

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from tilewise.lang.program import Call, Program, Tape, finish, literal_value
 
-LEAST, MOST = 1e-3, 1e6  # of a factor's or gain's size: beyond, products that a program computes one by one might leave float32's range
+LARGEST = 1e6  # of a factor's or gain's size, and its inverse the least factor's: beyond, products computed one by one might leave float32's range
+LEAST_GAIN = 1e-3  # a smaller one would not tell scores apart that it makes equal
+BALANCED = 8.0  # factor * gain, and its inverse: kernels round the derivative of g to 16 bits, which must not be much smaller or larger than f's
 
 
 class Factored(NamedTuple):
@@ -24,16 +26,17 @@ def factored(call: Call) -> Factored:
     factor, score = 1.0, start
     while score is not None and len(users[score]) == 1:
         found = _product(call, users[score][0])
-        if found is None or found[0] != score or not LEAST <= abs(factor * found[1]) <= MOST:
+        if found is None or found[0] != score or not 1.0 / LARGEST <= abs(factor * found[1]) <= LARGEST:
             break
         factor, score = factor * found[1], users[score][0]
     gain, result = 1.0, program.results[0]
     while result != score:
         found = _product(call, result)
-        if found is None or not LEAST <= gain * found[1] <= MOST:
+        if found is None or not LEAST_GAIN <= gain * found[1] <= LARGEST:
             break
         result, gain = found[0], gain * found[1]
-    if factor == gain == 1.0:
+    nothing = score == start and result == program.results[0]
+    if nothing or not 1.0 / BALANCED <= abs(factor * gain) <= BALANCED:
         return Factored(1.0, call, 1.0)
     tape = Tape()
     place: list[int] = []

@@ -11,7 +11,6 @@ from tilewise.engines.triton.config import LOG2E
 from tilewise.engines.triton.emit import Writer, fixed_source, gauge_source, mask_source, scatter_source, score_source, slope_source
 from tilewise.engines.triton.modules import Generated, generated
 from tilewise.lang import Call, Derivative, Program, derive, factored
-from tilewise.lang.program import literal_value
 from tilewise.problem import Problem
 
 MOST_FUNCTIONS = 4096
@@ -38,20 +37,32 @@ def score_of(p: Problem, in_parts: bool = False) -> Generated | None:
 
 
 def slope_of(p: Problem, in_parts: bool = False) -> Generated | None:
-    """The score's derivative with respect to the incoming score; None where that is 1 and the scale may be divided by."""
+    """The score's derivative with respect to the incoming score; None where the score only adds and the scale may be divided by."""
     _, call, _ = _inner(p)
     by_scale = _product(p) >= SMALLEST_SCALE
     if call is None:
         return None if by_scale else ONE
 
     def make(call: Call) -> Generated | None:
-        program = derive(call.program, frozenset()).program
-        op, _, attr, _ = program.instructions[program.results[0]]
-        if op == "literal" and literal_value(attr) == 1 and by_scale:
+        if by_scale and only_adds(call.program):
             return None
+        program = derive(call.program, frozenset()).program
         return generated("slope", slope_source(_score_writer(program, call, p, in_parts)))
 
     return _function(f"slope {by_scale} {in_parts}", call, p, make)
+
+
+def only_adds(program: Program) -> bool:
+    """Whether a score is the incoming one plus something that does not depend on it: only then lse may be subtracted before it. (A derivative of 1
+    says less: a rounding has none.)"""
+    at = program.results[0]
+    while program.instructions[at].op != "score":
+        op, args, _, _ = program.instructions[at]
+        scored = [a for a in args if "score" in program.dependencies[a]]
+        if op not in ("add", "sub") or len(scored) != 1 or (op == "sub" and scored[0] != args[0]):
+            return False
+        at = scored[0]
+    return True
 
 
 def _inner(p: Problem) -> tuple[float, Call | None, float]:
