@@ -17,7 +17,7 @@ from tilewise.errors import BackendError, InputError
 from tilewise.masks import Mask
 from tilewise.order import in_best_order
 from tilewise.problem import Options, Problem
-from tilewise.scores import as_scores
+from tilewise.scores import Score, as_scores
 
 HEADS, LENGTH = 2, 4096  # sizes are arguments of a kernel, not part of it; these only have to be plausible
 CPU, CPP = "cpu", "cpp"  # an architecture, and its engine
@@ -159,11 +159,15 @@ def _build_all(wanted: list[Build], progress: Callable[[int, int, str], None] | 
 
 
 def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) -> Problem:
+    """Of the sizes that the mask and the scores are made for, as far as they are."""
     grid = mask.grid if isinstance(mask, Mask) else None
     length = LENGTH if grid is None else prod(grid.shape)
-    query = torch.empty(1, HEADS, length if q_len == LENGTH else q_len, dim, dtype=dtype, device="meta")
-    key = torch.empty(1, HEADS, length, dim, dtype=dtype, device="meta")
-    return problem_of_call(query, key, key, mask, list(as_scores(score)) or None, Options(), "bhsd", None)[0]
+    sizes = {"b": 1, "h": HEADS, "q": length if q_len == LENGTH else q_len, "kv": length}
+    functions = list(as_scores(score))
+    for known in [c for function in (mask, *functions) if isinstance(function, (Mask, Score)) for c in function.covers]:
+        sizes[known.axis] = known.size if known.exactly else min(sizes[known.axis], known.size)
+    query, key = (torch.empty(sizes["b"], sizes["h"], sizes[axis], dim, dtype=dtype, device="meta") for axis in ("q", "kv"))
+    return problem_of_call(query, key, key, mask, functions or None, Options(), "bhsd", None)[0]
 
 
 def _architecture(name: str | None) -> int:

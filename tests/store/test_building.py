@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +137,22 @@ def test_the_doctor() -> None:
     assert findings["cpp on cpu"]["status"] == findings["C++ compiler"]["status"]
     assert findings["triton on cpu"]["status"] == "note" and "CUDA" in findings["triton on cpu"]["detail"]
     assert "blocked on cpu" in run("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    [
+        pytest.param(lambda: masks.document(lengths=[10, 20]) & masks.causal, None, id="documents"),
+        pytest.param(lambda: masks.padding(torch.tensor([3, 4])), None, id="padding"),
+        pytest.param(lambda: masks.causal, lambda: scores.alibi(8), id="slopes of 8 heads"),
+        pytest.param(lambda: masks.causal, lambda: scores.bias(torch.zeros(3, 8, 10, 10)), id="a bias of 3 batch elements"),
+    ],
+)
+def test_masks_and_scores_are_built_at_the_sizes_they_are_made_for(mask: Any, score: Any) -> None:
+    from tilewise.building import LENGTH, _problem
+
+    functions = (mask(), None if score is None else score())
+    problem = _problem(*functions, 64, torch.bfloat16, LENGTH)
+    for known in (*functions[0].covers, *(() if score is None else functions[1].covers)):  # type: ignore[union-attr]
+        have = {"b": problem.batch, "h": problem.heads, "q": problem.q_len, "kv": problem.kv_len}[known.axis]
+        assert have == known.size if known.exactly else have <= known.size
