@@ -17,7 +17,7 @@ from tilewise.errors import BackendError, InputError
 from tilewise.masks import Mask
 from tilewise.order import in_best_order
 from tilewise.problem import Options, Problem
-from tilewise.scores import Score, as_scores
+from tilewise.scores import as_scores, coverage
 
 HEADS, LENGTH = 2, 4096  # sizes are arguments of a kernel, not part of it; these only have to be plausible
 CPU, CPP = "cpu", "cpp"  # an architecture, and its engine
@@ -150,7 +150,7 @@ def _build_all(wanted: list[Build], progress: Callable[[int, int, str], None] | 
         for done, future in enumerate(as_completed(futures), 1):
             try:
                 what = future.result()
-            except Exception as error:
+            except Exception as error:  # compilers fail in any way; the message says how
                 for other in futures:
                     other.cancel()
                 raise BackendError(f"Could not compile flex_attention kernels: {type(error).__name__}: {error}") from error
@@ -164,7 +164,7 @@ def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) ->
     length = LENGTH if grid is None else prod(grid.shape)
     sizes = {"b": 1, "h": HEADS, "q": length if q_len == LENGTH else q_len, "kv": length}
     functions = list(as_scores(score))
-    for known in [c for function in (mask, *functions) if isinstance(function, (Mask, Score)) for c in function.covers]:
+    for known in coverage([mask, *functions]):
         sizes[known.axis] = known.size if known.exactly else min(sizes[known.axis], known.size)
     query, key = (torch.empty(sizes["b"], sizes["h"], sizes[axis], dim, dtype=dtype, device="meta") for axis in ("q", "kv"))
     return problem_of_call(query, key, key, mask, functions or None, Options(), "bhsd", None)[0]

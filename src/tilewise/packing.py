@@ -39,6 +39,8 @@ def sequence_and_position(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]
 
 def check_offsets(offsets: Tensor, tokens: int, name: str) -> None:
     """Offsets that do not begin at 0, go back, or pass the last token would read other sequences' tokens."""
+    if not isinstance(offsets, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(offsets).__name__}; torch.tensor({name}, dtype=torch.int32) makes one of a list")
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{name} must be a 1-D int32 or int64 tensor with one more entry than sequences, got {offsets.dtype} of shape {tuple(offsets.shape)}")
     if torch.compiler.is_compiling():

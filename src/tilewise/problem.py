@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import Call, trace_mask, trace_score
-from tilewise.masks import Grid, Mask, causal
-from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
+from tilewise.masks import Grid, causal
+from tilewise.scores import ScoreFunction, Sinks, as_scores, coverage
 from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent, TileMap, read_mask
 
@@ -302,10 +302,10 @@ def _same_device(tiles: TileMap | None, device: torch.device) -> TileMap | None:
 def check_covers(given: list[Any], extent: Extent) -> None:
     """Masks and scores of this library know how many queries, keys, heads and batch elements they are made for."""
     having = {"b": (extent.batch, "batch elements"), "h": (extent.heads, "heads"), "q": (extent.q_len, "queries"), "kv": (extent.kv_len, "keys")}
-    for known in [c for function in given if isinstance(function, (Mask, Score)) for c in function.covers]:
+    for known in coverage(given):
         count, name = having[known.axis]
         if count > known.size or (known.exactly and count < known.size):
-            raise InputError(f"{known.what} is made for {known.size} {name}, the call has {count}")
+            raise InputError(f"{known.what} is made for {known.size} {name}, the call has {count}: make it for as many (expand a tensor of one for all)")
 
 
 def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:

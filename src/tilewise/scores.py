@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.masks import Covers, covers
+from tilewise.masks import Covers, Mask, covers
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -148,6 +148,11 @@ def distance_decay(rate: float | Tensor) -> Score:
     if isinstance(rate, Tensor) and rate.dim() != 0:
         raise InputError(f"distance_decay takes a number, a 0-d tensor or one rate per head, got shape {tuple(rate.shape)}")
     return Score(lambda score, b, h, q, kv: score - rate * (q - kv).abs(), "distance_decay", "learned" if isinstance(rate, Tensor) else rate)
+
+
+def coverage(functions: Sequence[Any]) -> list[Covers]:
+    """What the masks and scores of this library among these functions are made for."""
+    return [known for function in functions if isinstance(function, (Mask, Score)) for known in function.covers]
 
 
 def as_scores(given: ScoreFunction | Sequence[ScoreFunction] | None) -> tuple[ScoreFunction, ...]:

@@ -57,6 +57,9 @@ def test_lists_where_tensors_are_wanted() -> None:
         scores.alibi([0.5, 0.25])  # type: ignore[arg-type]
     with pytest.raises(tw.InputError, match="sinks takes one logit per query head"):
         scores.sinks([0.0, 0.0])  # type: ignore[arg-type]
+    tokens = torch.zeros(10, 2, 8)
+    with pytest.raises(tw.InputError, match="cu_seqlens_q must be a tensor, got list"):
+        tw.varlen_attention(tokens, tokens, tokens, [0, 10])  # type: ignore[arg-type]
 
 
 def test_nested_tensors_in_the_other_layout() -> None:

@@ -61,7 +61,7 @@ def once(key: str, build: Callable[[], Any]) -> Any:
 def _into(future: "Future[Any]", build: Callable[[], Any]) -> Any:
     try:
         result = build()
-    except Exception as error:
+    except Exception as error:  # whatever it is, those who wait for this build meet it too
         future.set_exception(error)
         raise
     future.set_result(result)
@@ -131,7 +131,7 @@ def in_background(work: Callable[[], Any]) -> None:
     def run() -> None:
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # whoever needs the kernel builds it again, and meets the error
             logger.debug("a kernel could not be built in the background: %s", error)
         finally:
             _process.threads.discard(thread)

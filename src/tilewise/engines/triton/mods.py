@@ -31,7 +31,7 @@ def score_of(p: Problem, in_parts: bool = False) -> Generated | None:
     """None where the scores are q.k times a number that may be applied last. Places of queries and keys may come in two parts (gluon/pieces.py)."""
     _, call, _ = _inner(p)
     if call is None or call.program.instructions[call.program.results[0]].op == "score":
-        return None if _product(p) >= SMALLEST_SCALE else UNCHANGED
+        return None if _overall_scale(p) >= SMALLEST_SCALE else UNCHANGED
     make = lambda call: generated("score_mod", score_source(_score_writer(call.program, call, p, in_parts)))  # noqa: E731
     return _function(f"score {in_parts}", call, p, make)
 
@@ -39,7 +39,7 @@ def score_of(p: Problem, in_parts: bool = False) -> Generated | None:
 def slope_of(p: Problem, in_parts: bool = False) -> Generated | None:
     """The score's derivative with respect to the incoming score; None where the score only adds and the scale may be divided by."""
     _, call, _ = _inner(p)
-    by_scale = _product(p) >= SMALLEST_SCALE
+    by_scale = _overall_scale(p) >= SMALLEST_SCALE
     if call is None:
         return None if by_scale else ONE
 
@@ -53,8 +53,8 @@ def slope_of(p: Problem, in_parts: bool = False) -> Generated | None:
 
 
 def only_adds(program: Program) -> bool:
-    """Whether a score is the incoming one plus something that does not depend on it: only then lse may be subtracted before it. (A derivative of 1
-    says less: a rounding has none.)"""
+    """Whether a score is the incoming one plus something that does not depend on it: only then lse may be subtracted before it. A derivative of 1
+    would not be enough: a rounding has none of its own."""
     at = program.results[0]
     while program.instructions[at].op != "score":
         op, args, _, _ = program.instructions[at]
@@ -76,7 +76,8 @@ def _inner(p: Problem) -> tuple[float, Call | None, float]:
     return known.factor, replace(known.call, captures=p.score.captures), known.gain
 
 
-def _product(p: Problem) -> float:
+def _overall_scale(p: Problem) -> float:
+    """What q.k is multiplied by in all, the score's own numbers included."""
     factor, _, gain = _inner(p)
     return p.scale * factor * gain
 
@@ -85,8 +86,8 @@ def scales(p: Problem) -> tuple[float, float, float]:
     """Of q.k before the score function; of what it returns, into base 2; of sums over dS, into dQ and dK. Without a score function q.k is
     multiplied once, on its way into base 2, where that costs nothing."""
     factor, _, gain = _inner(p)
-    into_base_2 = _product(p) if score_of(p) is None else gain
-    return float(p.scale * factor), float(into_base_2 * LOG2E), float(_product(p))
+    into_base_2 = _overall_scale(p) if score_of(p) is None else gain
+    return float(p.scale * factor), float(into_base_2 * LOG2E), float(_overall_scale(p))
 
 
 def gain_of(p: Problem) -> float:
