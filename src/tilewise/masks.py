@@ -64,9 +64,7 @@ class Mask:
         """The name as an operand: in parentheses where another operator would tear it apart."""
         return f"({self.name})" if self._label in ("&", "|") and self._label != operator else self.name
 
-    def __call__(self, b: Any = None, h: Any = None, q: Any = None, kv: Any = None) -> Any:
-        if kv is None:
-            raise InputError(f"{self.name} is a mask already: pass it as it is, without calling it")
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:  # torch's FlexAttention counts these: none may have a default
         return self.function(b, h, q, kv)
 
     def __and__(self, other: "Mask | MaskFunction") -> "Mask":

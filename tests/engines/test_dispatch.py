@@ -393,8 +393,3 @@ def test_what_is_no_tensor_is_told_so() -> None:
     q = torch.zeros((1, 2, 8, 16))
     with pytest.raises(tw.InputError, match=r"must be torch tensors, got Tensor, ndarray, ndarray; torch\.from_numpy"):
         tw.attention(q, q.numpy(), q.numpy())  # type: ignore[arg-type]
-
-
-def test_a_mask_that_is_called_without_places() -> None:
-    with pytest.raises(tw.InputError, match="causal is a mask already"):
-        masks.causal()

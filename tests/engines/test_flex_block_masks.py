@@ -10,6 +10,7 @@ from torch import Tensor
 import tilewise as tw
 from tests.engines.flex_problems import LISTS, MASKS, SCORES, B, D, H, allowed_by, assert_close, chosen_blocks, dense, gradients, places, tensors
 from tilewise import flex as ours
+from tilewise import masks, scores
 
 pytestmark = pytest.mark.usefixtures("torchs_flex_runs_eagerly", "seeded", "one_thread")
 
@@ -248,3 +249,11 @@ def test_blocks_larger_than_the_sequence() -> None:
         assert own.kv_indices.tolist() == [[[[0]]]] and block in own.BLOCK_SIZE
         assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, allowed_by(MASKS["causal"](300), 300, 300))[0])
     assert_close(ours.flex_attention(q, k, v, None, theirs._create_empty_block_mask(q, k)), dense(q, k, v)[0])
+
+
+def test_torchs_flex_attention_takes_masks_and_scores_of_the_library() -> None:
+    """It counts the parameters of what it is given, to tell a mask from a score."""
+    mask = theirs.create_block_mask(masks.causal & masks.sliding_window(20), None, None, 128, 128, device="cpu")
+    assert mask.sparsity() == 0.0
+    assert theirs._get_mod_type(masks.causal) == theirs._ModificationType.MASK_MOD
+    assert theirs._get_mod_type(scores.softcap(2.0)) == theirs._ModificationType.SCORE_MOD
