@@ -43,9 +43,9 @@ from tilewise.engines.gluon.pieces import (
 from tilewise.engines.triton.steps import kept
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
-TILE_NOTES = gl.constexpr(5)
 TURN = gl.constexpr(5)  # named barriers 5, 6, 7: whose turn it is to issue products
-K_FREE = gl.constexpr(8)  # 8 to 11: stage of K handed back
+K_FREE = gl.constexpr(8)  # 8 to 10: stage of K handed back
+Q_FREE = gl.constexpr(11)  # queries and their notes handed back: an mbarrier's arrival in the loop would cost every step a bar.sync
 V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
 
 
@@ -71,20 +71,17 @@ def forward(
     o_bufs = q_bufs
     if C.value.own_o_buffer:
         o_bufs = gl.allocate_shared_memory(dtype, [NWG, 1, 1, ROWS, DV], o_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [NWG, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [NWG, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], BARRIER)
-    for w in gl.static_range(NWG):
-        mbarrier.init(q_full.index(w), count=1)
-        mbarrier.init(q_free.index(w), count=1)
+    mbarrier.init(q_full, count=1)
     for s in gl.static_range(KS):
         mbarrier.init(k_full.index(s), count=1)
     for s in gl.static_range(VS):
         mbarrier.init(v_full.index(s), count=1)
-    tile_notes = new_notes(TILE_NOTES * NWG)  # of each warpgroup: head, query tile, steps, masked steps, the first one's stencil
+    tile_notes = new_notes(5)  # head, query tile, steps, masked steps, the first one's stencil
     step_notes = new_notes(KS)
-    bars = (q_full, q_free, k_full, v_full)
+    bars = (q_full, k_full, v_full)
     load = (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
             n_heads, ratio, n_kv, n_tiles, n_bh, n_group)  # fmt: skip
     work = (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
@@ -118,8 +115,8 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * NWG
-    q_full, q_free, k_full, v_full = bars
-    queries = (q_desc, q_bufs, q_full, q_free, tile_notes)
+    q_full, k_full, v_full = bars
+    queries = (q_desc, q_bufs, q_full, tile_notes)
     keys = (k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes)
     n_items = n_tiles * n_bh
     turn = 0  # query tiles sent
@@ -173,20 +170,21 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
 def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C: gl.constexpr):
     """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done), how many of them,
     the first ones, are masked, and the stencil of the first."""
-    q_desc, q_bufs, q_full, q_free, tile_notes = queries
+    q_desc, q_bufs, q_full, tile_notes = queries
     NWG: gl.constexpr = C.value.warpgroups
-    for w in gl.static_range(NWG):
-        mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-        write_note(tile_notes, TILE_NOTES * w, i_bh)
-        write_note(tile_notes, TILE_NOTES * w + 1, i_tile)
-        write_note(tile_notes, TILE_NOTES * w + 2, steps)
-        write_note(tile_notes, TILE_NOTES * w + 3, masked)
-        write_note(tile_notes, TILE_NOTES * w + 4, stencil)
-        if steps > 0:
-            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-            tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], q_full.index(w), q_bufs.index(w))
-        else:
-            mbarrier.arrive(q_full.index(w), count=1)
+    if turn > 0:
+        bar_sync(Q_FREE, 32 + 128 * NWG)
+    write_note(tile_notes, 0, i_bh)
+    write_note(tile_notes, 1, i_tile)
+    write_note(tile_notes, 2, steps)
+    write_note(tile_notes, 3, masked)
+    write_note(tile_notes, 4, stencil)
+    if steps > 0:
+        mbarrier.expect(q_full, NWG * q_desc.block_type.nbytes)
+        for w in gl.static_range(NWG):
+            tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], q_full, q_bufs.index(w))
+    else:
+        mbarrier.arrive(q_full, count=1)
 
 
 @gluon.jit
@@ -219,7 +217,7 @@ def consumer(
 ):  # fmt: skip
     (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
      p_stencils, n_heads, n_q, n_kv, scale, keep_scale, threshold, score) = args  # fmt: skip
-    q_full, q_free, k_full, v_full = bars
+    q_full, k_full, v_full = bars
     NWG: gl.constexpr = C.value.warpgroups
     BN: gl.constexpr = C.value.block_n
     D: gl.constexpr = C.value.d
@@ -229,7 +227,7 @@ def consumer(
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
-    buffers = (k_bufs, v_bufs, k_full, v_full, q_free, step_notes)
+    buffers = (k_bufs, v_bufs, k_full, v_full, step_notes)
     q = q_bufs.index(WG).reshape([ROWS, D])
     out = o_bufs.index(WG)
 
@@ -237,13 +235,13 @@ def consumer(
         bar_arrive(TURN, 256)  # warpgroup 0 begins
     it = 0  # key tiles seen, over all query tiles
     turn = 0
-    mbarrier.wait(q_full.index(WG), 0)
-    steps = read_note(tile_notes, TILE_NOTES * WG + 2)
+    mbarrier.wait(q_full, 0)
+    steps = read_note(tile_notes, 2)
     while steps >= 0:
-        i_bh = read_note(tile_notes, TILE_NOTES * WG)
-        i_tile = read_note(tile_notes, TILE_NOTES * WG + 1)
-        masked = read_note(tile_notes, TILE_NOTES * WG + 3)
-        stencil_row = (read_note(tile_notes, TILE_NOTES * WG + 4) * NWG + WG) * ROWS
+        i_bh = read_note(tile_notes, 0)
+        i_tile = read_note(tile_notes, 1)
+        masked = read_note(tile_notes, 3)
+        stencil_row = (read_note(tile_notes, 4) * NWG + WG) * ROWS
         m0 = (i_tile * NWG + WG) * ROWS
         place = (i_bh // n_heads, i_bh % n_heads, m0, n_kv, scale, threshold, p_seed, score)
         b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -269,7 +267,7 @@ def consumer(
             b_o = warpgroup_mma_wait(0, deps=[o_token])
             bar_arrive(V_FREE + last, ALL)
         else:
-            hand_back(q_free, False, WG, C)
+            hand_back(False, C)
 
         # Out. Everything is in base 2 from here on.
         b_sum = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)
@@ -297,10 +295,10 @@ def consumer(
         tma_store(o_desc, [i_bh // n_heads, i_bh % n_heads, m0, 0], out)
         if not C.value.own_o_buffer:
             tma.store_wait(0)
-            mbarrier.arrive(q_free.index(WG), count=1)
+            bar_arrive(Q_FREE, ALL)
         turn += 1
-        mbarrier.wait(q_full.index(WG), turn & 1)
-        steps = read_note(tile_notes, TILE_NOTES * WG + 2)
+        mbarrier.wait(q_full, turn & 1)
+        steps = read_note(tile_notes, 2)
     tma.store_wait(0)
     if C.value.ping_pong and WG == 0:
         bar_sync(TURN, 256)  # meet the last arrival
@@ -312,7 +310,7 @@ def first_step(
     SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Scores of the first key tile; no P V is under way."""
-    k_bufs, _, k_full, v_full, q_free, step_notes = buffers
+    k_bufs, _, k_full, v_full, step_notes = buffers
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
@@ -326,7 +324,7 @@ def first_step(
     b_next = stencil_of(stencil[0], stencil[1], stencil[2], MAPPED, C)
     b_s = warpgroup_mma_wait(0, deps=[s_token])
     bar_arrive(K_FREE + it % KS, 32 + 128 * NWG)
-    hand_back(q_free, more, WG, C)
+    hand_back(more, C)
     b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, True, DROPOUT, C)
     mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     if VS > 2:
@@ -335,11 +333,11 @@ def first_step(
 
 
 @gluon.jit
-def hand_back(q_free, more, WG: gl.constexpr, C: gl.constexpr):
+def hand_back(more, C: gl.constexpr):
     """Q's memory, after the last Q K^T. In every step this branch is also a border that ptxas moves no arithmetic of masks and scores across."""
     if C.value.own_o_buffer:
         if not more:
-            mbarrier.arrive(q_free.index(WG), count=1)
+            bar_arrive(Q_FREE, 32 + 128 * C.value.warpgroups)
 
 
 @gluon.jit
@@ -351,7 +349,7 @@ def attend(
     where the next step's lies.
 
     Masked steps take a branch: code of their own would be larger, and ptxas then moves the mask's arithmetic where it delays others."""
-    k_bufs, v_bufs, k_full, v_full, q_free, step_notes = buffers
+    k_bufs, v_bufs, k_full, v_full, step_notes = buffers
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
@@ -373,7 +371,7 @@ def attend(
         mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     bar_arrive(K_FREE + it % KS, ALL)
-    hand_back(q_free, more, WG, C)
+    hand_back(more, C)
     b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, False, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
