@@ -59,6 +59,7 @@ class Ordering(NamedTuple):
 
     order: Order | None
     reason: str
+    copied: bool = True  # else the engine reads tensors in that order itself
 
 
 class Arranged(NamedTuple):
@@ -76,8 +77,8 @@ class Arranged(NamedTuple):
 def in_best_order(engine: Engine, problem: Problem) -> tuple[Order | None, Problem]:
     """The problem with its tokens in the order that is best for an engine; None if they stay as they are."""
     if "order" not in problem.memory:
-        order = ordering(engine, problem).order
-        problem.memory["order"] = None if order is None else Arranged(order, _bare(order, problem.mask), _bare(order, problem.score), {})
+        order, _, copied = ordering(engine, problem)
+        problem.memory["order"] = None if order is None or not copied else Arranged(order, _bare(order, problem.mask), _bare(order, problem.score), {})
     made: Arranged | None = problem.memory["order"]
     if made is None:
         return None, problem
@@ -108,6 +109,9 @@ def ordering(engine: Engine, problem: Problem) -> Ordering:
         return Ordering(None, "the grid has one axis")
     if not p.q_len == p.kv_len == prod(grid.shape):
         return Ordering(None, f"the grid has {prod(grid.shape)} points, the call {p.q_len} queries and {p.kv_len} keys")
+    own = engine.own_strips(p)
+    if own is not None:
+        return Ordering(Order(grid.shape, own), f"strips of {'x'.join(map(str, own))} are read from where they lie", copied=False)
     if p.dropout_p > 0:
         return Ordering(None, "dropout is by place")
     if torch.compiler.is_compiling():

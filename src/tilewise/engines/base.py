@@ -46,6 +46,10 @@ class Engine(ABC):
         """Queries and keys of the tiles its forward leaves out where nothing is allowed; None if it computes everything."""
         return None
 
+    def own_strips(self, problem: Problem) -> tuple[int, ...] | None:
+        """The strips (order.py) in which it reads a grid's points by itself, without copies; None if it takes tokens as they come."""
+        return None
+
     @abstractmethod
     def forward(self, problem: Problem) -> Output: ...
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise.engines.base import on_boundaries
 from tilewise.engines.gluon.config import backward_cut, backward_tile, forward_cut, forward_tile
+from tilewise.engines.gluon.patches import HEIGHT, width
 from tilewise.engines.triton import MISSING as NO_TRITON
 from tilewise.engines.triton import KernelEngine, interpreted
 from tilewise.problem import Problem
@@ -45,6 +46,9 @@ class GluonEngine(KernelEngine):
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         return forward_tile(forward_cut(problem))
+
+    def own_strips(self, problem: Problem) -> tuple[int, ...] | None:
+        return None if width(problem) is None else (HEIGHT,)
 
     def kernels(self) -> Any:
         return _run()

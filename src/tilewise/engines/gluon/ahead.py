@@ -6,6 +6,7 @@ import torch
 
 from tilewise.engines.base import Output, like_query
 from tilewise.engines.gluon import maps, run
+from tilewise.engines.gluon.patches import in_strips
 from tilewise.engines.triton.launch import Launch
 from tilewise.problem import Problem
 
@@ -33,6 +34,7 @@ def backward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
 def _stencils(p: Problem, side: maps.Side) -> list[Callable[[], list[Launch]]]:
     if p.mask is None:
         return []
+    p = in_strips(p)
     numbers = torch.empty(1, dtype=torch.int32, device=p.device)
     return [lambda: [maps.stencils_launch(p, side, {"p_stencils": numbers}, side.tiles(p), numbers)]]
 

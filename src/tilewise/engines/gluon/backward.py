@@ -22,9 +22,11 @@ from tilewise.engines.gluon.pieces import (
     ONE_WARP,
     bar_arrive,
     bar_sync,
+    buffers_for,
     in_parts,
     load_stencil,
     new_notes,
+    place,
     read_note,
     runs_of,
     scored,
@@ -59,8 +61,8 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
 def backward(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, lse_desc, delta_desc, p_unsound, p_seed,
     tiles, s_tiles,  # the map by key tiles, as in the forward
-    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, scale, keep_scale, threshold, score,
-    SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, wide, scale, keep_scale, threshold, score,
+    SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, PATCHED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """n_bh: batches times key heads; n_padded: rows of lse, delta and dQ's sums that a head has."""
     M: gl.constexpr = C.value.block_m
@@ -69,14 +71,14 @@ def backward(
     ds_bufs = gl.allocate_shared_memory(dtype, [2, 2 * KEYS, M], gl.NVMMASharedLayout.get_default_for([2 * KEYS, M], dtype))
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
-            n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
+            n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, wide)  # fmt: skip
     work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-            tiles[7], n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
+            tiles[7], n_heads, ratio, n_kv, n_tiles, wide, scale, keep_scale, threshold, score)  # fmt: skip
     gl.warp_specialize([
-        (consumer, (work, SCORE, SLOPE, MAPPED, DROPOUT, 0, C)),
-        (consumer, (work, SCORE, SLOPE, MAPPED, DROPOUT, 1, C)),
+        (consumer, (work, SCORE, SLOPE, MAPPED, PATCHED, DROPOUT, 0, C)),
+        (consumer, (work, SCORE, SLOPE, MAPPED, PATCHED, DROPOUT, 1, C)),
         (store_dq, (dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C)),
-        (loader, (load, MAPPED, C)),
+        (loader, (load, MAPPED, PATCHED, C)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
@@ -87,13 +89,11 @@ def backward(
 def received(q_desc, k_desc, do_desc, lse_desc, delta_desc, C: gl.constexpr):
     """Shared memory for what the load warp brings, the barriers that complete when it is there, and the load warp's notes."""
     M: gl.constexpr = C.value.block_m
-    D: gl.constexpr = C.value.d
     STAGES: gl.constexpr = C.value.stages
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = q_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, M, D], do_desc.layout)
-    kv_bufs = gl.allocate_shared_memory(dtype, [2, 1, 1, C.value.block_n, D], k_desc.layout)
+    q_bufs = buffers_for(q_desc, STAGES)
+    do_bufs = buffers_for(do_desc, STAGES)
+    kv_bufs = buffers_for(k_desc, 2)
     lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -110,9 +110,9 @@ def received(q_desc, k_desc, do_desc, lse_desc, delta_desc, C: gl.constexpr):
 
 
 @gluon.jit
-def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
+def loader(args, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr):
     (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
-     n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded) = args  # fmt: skip
+     n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, wide) = args  # fmt: skip
     M: gl.constexpr = C.value.block_m
     N: gl.constexpr = C.value.block_n
     STAGES: gl.constexpr = C.value.stages
@@ -134,7 +134,7 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
         i_kv = uniform(gl.load(tiles[0] + row + i_kv))
         row += i_kv
     # K is under way while memory answers what to do with it: its barrier awaits the arrival below too.
-    tma_load(k_desc, [i_b, i_hk, i_kv * N, 0], kv_full.index(0), kv_bufs.index(0))
+    tma_load(k_desc, place(i_b, i_hk, i_kv * N, wide, PATCHED), kv_full.index(0), kv_bufs.index(0))
     q_tiles = gl.cdiv(n_q, M)
     count = q_tiles * ratio
     stencil, full_run, masked_run, end = row, row, row, row
@@ -147,7 +147,7 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
     write_note(tile_notes, 1, i_kv)
     write_note(tile_notes, 2, count)
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-    queries = (q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded)
+    queries = (q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded, wide)
     cut = ((i_kv + 1) * N > n_kv).to(gl.int32)
     it = 0
     for g in range(ratio):
@@ -156,29 +156,29 @@ def loader(args, MAPPED: gl.constexpr, C: gl.constexpr):
             for run in range(masked_run, end):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_queries(queries, it, i_h, i_q, 1, stencil, C)
+                    send_queries(queries, it, i_h, i_q, 1, stencil, PATCHED, C)
                     it += 1
                     stencil += 1
             for run in range(full_run, masked_run):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_queries(queries, it, i_h, i_q, cut, -1, C)
+                    send_queries(queries, it, i_h, i_q, cut, -1, PATCHED, C)
                     it += 1
             stencil, full_run, masked_run, end = runs_of(tiles, row + gl.minimum(g + 1, ratio - 1) * s_tiles[1])
         else:
             for i in range(q_tiles):  # programs start at different tiles, so that they do not all add to the same rows of dQ
                 i_q = i_kv * N // M + i
                 i_q = i_q % q_tiles
-                send_queries(queries, it, i_h, i_q, cut, -1, C)
+                send_queries(queries, it, i_h, i_q, cut, -1, PATCHED, C)
                 it += 1
     for i in range(gl.maximum(it - STAGES, 0), it):
         bar_sync(STAGE_FREE + i % STAGES, C.value.returning + 32)  # take the last arrivals: nothing may be left pending
 
 
 @gluon.jit
-def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
+def send_queries(queries, it, i_h, i_q, masked, stencil, PATCHED: gl.constexpr, C: gl.constexpr):
     """A tile of Q with its lse, and of dO with its delta; the first one brings V along."""
-    q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded = queries
+    q_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, i_b, i_hk, i_kv, n_heads, n_padded, wide = queries
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     kv_full, q_full, do_full = bars
     M: gl.constexpr = C.value.block_m
@@ -193,13 +193,13 @@ def send_queries(queries, it, i_h, i_q, masked, stencil, C: gl.constexpr):
     write_note(notes[1], it % RING * STEP_NOTES + 1, 2 * m0 + masked)
     write_note(notes[1], it % RING * STEP_NOTES + 2, stencil)
     mbarrier.expect(q_full.index(s), q_desc.block_type.nbytes + M * 4)
-    tma_load(q_desc, [i_b, i_h, m0, 0], q_full.index(s), q_bufs.index(s))
+    tma_load(q_desc, place(i_b, i_h, m0, wide, PATCHED), q_full.index(s), q_bufs.index(s))
     tma_load(lse_desc, [row], q_full.index(s), lse_bufs.index(s))
     if it == 0:
         mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-        tma_load(v_desc, [i_b, i_hk, i_kv * N, 0], kv_full.index(1), kv_bufs.index(1))
+        tma_load(v_desc, place(i_b, i_hk, i_kv * N, wide, PATCHED), kv_full.index(1), kv_bufs.index(1))
     mbarrier.expect(do_full.index(s), do_desc.block_type.nbytes + M * 4)
-    tma_load(do_desc, [i_b, i_h, m0, 0], do_full.index(s), do_bufs.index(s))
+    tma_load(do_desc, place(i_b, i_h, m0, wide, PATCHED), do_full.index(s), do_bufs.index(s))
     tma_load(delta_desc, [row], do_full.index(s), delta_bufs.index(s))
 
 
@@ -261,9 +261,11 @@ def own_keys(kv_bufs, WHICH: gl.constexpr, note, WG: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def consumer(
+    args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, PATCHED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
     (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-     p_stencils, n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
+     p_stencils, n_heads, ratio, n_kv, n_tiles, wide, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     kv_full, q_full, do_full = bars
     tile_notes, step_notes = notes
@@ -368,6 +370,7 @@ def consumer(args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexp
     own_keys(kv_bufs, 1, 0, WG, C).store(b_dv.to(dtype))
     fence_async_shared()
     i_hk = i_bh % (n_heads // ratio)
-    tma_store(dk_desc, [i_b, i_hk, n0, 0], kv_bufs.index(0).slice(WG * KEYS, KEYS, dim=2))
-    tma_store(dv_desc, [i_b, i_hk, n0, 0], kv_bufs.index(1).slice(WG * KEYS, KEYS, dim=2))
+    OWN: gl.constexpr = dk_desc.block_type.shape[2]
+    tma_store(dk_desc, place(i_b, i_hk, n0, wide, PATCHED), kv_bufs.index(0).slice(WG * OWN, OWN, dim=2))
+    tma_store(dv_desc, place(i_b, i_hk, n0, wide, PATCHED), kv_bufs.index(1).slice(WG * OWN, OWN, dim=2))
     tma.store_wait(0)

@@ -40,8 +40,8 @@ ALONE = gl.constexpr(5)  # + warpgroup: its 128 threads sync
 def backward(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, lse_desc, delta_desc, p_unsound, p_seed,
     tiles, s_tiles,  # the map by key tiles, as in the forward
-    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, scale, keep_scale, threshold, score,
-    SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, wide, scale, keep_scale, threshold, score,
+    SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, PATCHED: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """n_bh: batches times key heads; n_padded: rows of lse, delta and dQ's sums that a head has."""
     M: gl.constexpr = C.value.block_m
@@ -57,14 +57,14 @@ def backward(
     dq_in_q = reinterpret(bufs[0], gl.float32, [C.value.stages, 256, 32], dq_desc.layout)
     dq_bufs = (dq_in_do, dq_in_q)
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
-            n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded)  # fmt: skip
+            n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, wide)  # fmt: skip
     work = (p_unsound, p_seed, bufs, p_bufs, ds_bufs, dq_bufs, bars, notes,
             tiles[7], n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
     gl.warp_specialize([
         (consumer, (dv_desc, work, SCORE, SLOPE, MAPPED, DROPOUT, 0, C)),
         (consumer, (dk_desc, work, SCORE, SLOPE, MAPPED, DROPOUT, 1, C)),
         (store_dq, (dq_desc, dq_bufs, bars, notes, n_heads, ratio, n_padded, C)),
-        (loader, (load, MAPPED, C)),
+        (loader, (load, MAPPED, PATCHED, C)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 

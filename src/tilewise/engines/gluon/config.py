@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 from tilewise.engines.gluon.cuts import BackwardCut, ForwardCut
+from tilewise.engines.gluon.patches import width
 from tilewise.problem import Problem
 
 ROWS = 64  # query rows of a warpgroup
@@ -14,15 +15,17 @@ def padded(size: int) -> int:
 
 
 def forward_cut(p: Problem) -> ForwardCut:
-    return _forward_cut(padded(p.head_dim), padded(p.v_dim), p.tiles is not None and p.tiles.given)
+    return _forward_cut(padded(p.head_dim), padded(p.v_dim), p.tiles is not None and p.tiles.given, width(p) is not None)
 
 
 @lru_cache(maxsize=64)
-def _forward_cut(d: int, dv: int, given: bool) -> ForwardCut:
-    width = max(d, dv)
-    if width == 64 and not given:
+def _forward_cut(d: int, dv: int, given: bool, patched: bool) -> ForwardCut:
+    widest = max(d, dv)
+    if patched:  # smaller tiles leave out more
+        return ForwardCut(d, dv, block_n=64, warpgroups=2, k_stages=4, v_stages=4, ping_pong=True, own_o_buffer=True)
+    if widest == 64 and not given:
         return ForwardCut(d, dv, block_n=128, warpgroups=3, k_stages=3, v_stages=3, ping_pong=True, own_o_buffer=True)
-    if width <= 128:
+    if widest <= 128:
         return ForwardCut(d, dv, block_n=128, warpgroups=2, k_stages=3, v_stages=2, ping_pong=True, own_o_buffer=True)
     return ForwardCut(d, dv, block_n=64, warpgroups=2, k_stages=2, v_stages=2, ping_pong=False, own_o_buffer=d != dv)
 

@@ -23,12 +23,15 @@ from tilewise.engines.gluon.pieces import (
     LOG2E,
     bar_arrive,
     bar_sync,
+    buffers_for,
     by_thread,
+    given_row,
     in_parts,
     load_stencil,
     lost,
     new_notes,
     next_item,
+    place,
     read_note,
     runs_of,
     scored,
@@ -53,24 +56,20 @@ V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
 def forward(
     q_desc, k_desc, v_desc, o_desc, p_lse, p_highest, p_counter, p_sinks, p_seed,
     tiles, s_tiles,  # a Walk's tensors (maps.py), (batch, head) strides in rows
-    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, scale, keep_scale, threshold, score,
-    SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
+    n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, wide, scale, keep_scale, threshold, score,
+    SCORE: gl.constexpr, MAPPED: gl.constexpr, PATCHED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """n_group heads at a time share the L2 cache."""
     NWG: gl.constexpr = C.value.warpgroups
-    BN: gl.constexpr = C.value.block_n
-    D: gl.constexpr = C.value.d
-    DV: gl.constexpr = C.value.dv
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = q_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [NWG, 1, 1, ROWS, D], q_desc.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [KS, 1, 1, BN, D], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [VS, 1, 1, BN, DV], v_desc.layout)
+    q_bufs = buffers_for(q_desc, NWG)
+    k_bufs = buffers_for(k_desc, KS)
+    v_bufs = buffers_for(v_desc, VS)
     o_bufs = q_bufs
     if C.value.own_o_buffer:
-        o_bufs = gl.allocate_shared_memory(dtype, [NWG, 1, 1, ROWS, DV], o_desc.layout)
+        o_bufs = buffers_for(o_desc, NWG)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], BARRIER)
@@ -83,23 +82,23 @@ def forward(
     step_notes = new_notes(KS)
     bars = (q_full, k_full, v_full)
     load = (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
-            n_heads, ratio, n_kv, n_tiles, n_bh, n_group)  # fmt: skip
+            n_heads, ratio, n_kv, n_tiles, n_bh, n_group, wide)  # fmt: skip
     work = (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
-            tiles[7], n_heads, n_q, n_kv, scale, keep_scale, threshold, score)  # fmt: skip
+            tiles[7], n_heads, n_q, n_kv, wide, scale, keep_scale, threshold, score)  # fmt: skip
     MANY: gl.constexpr = C.value.registers[0]
     FEW: gl.constexpr = C.value.registers[1]
     if NWG == 2:
         gl.warp_specialize([
-            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
-            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
-            (producer, (load, MAPPED, C)),
+            (consumer, (work, SCORE, MAPPED, PATCHED, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, SCORE, MAPPED, PATCHED, SINKS, DROPOUT, 1, C)),
+            (producer, (load, MAPPED, PATCHED, C)),
         ], [4, 1], [MANY, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 0, C)),
-            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 1, C)),
-            (consumer, (work, SCORE, MAPPED, SINKS, DROPOUT, 2, C)),
-            (producer, (load, MAPPED, C)),
+            (consumer, (work, SCORE, MAPPED, PATCHED, SINKS, DROPOUT, 0, C)),
+            (consumer, (work, SCORE, MAPPED, PATCHED, SINKS, DROPOUT, 1, C)),
+            (consumer, (work, SCORE, MAPPED, PATCHED, SINKS, DROPOUT, 2, C)),
+            (producer, (load, MAPPED, PATCHED, C)),
         ], [4, 4, 1], [MANY, MANY, FEW])  # fmt: skip
 
 
@@ -107,17 +106,17 @@ def forward(
 
 
 @gluon.jit
-def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
+def producer(args, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr):
     (q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars, tile_notes, step_notes, p_counter, tiles, s_tiles,
-     n_heads, ratio, n_kv, n_tiles, n_bh, n_group) = args  # fmt: skip
+     n_heads, ratio, n_kv, n_tiles, n_bh, n_group, wide) = args  # fmt: skip
     NWG: gl.constexpr = C.value.warpgroups
     BN: gl.constexpr = C.value.block_n
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * NWG
     q_full, k_full, v_full = bars
-    queries = (q_desc, q_bufs, q_full, tile_notes)
-    keys = (k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes)
+    queries = (q_desc, q_bufs, q_full, tile_notes, wide)
+    keys = (k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes, wide)
     n_items = n_tiles * n_bh
     turn = 0  # query tiles sent
     it = 0  # key tiles sent
@@ -140,26 +139,28 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
             masked = uniform(gl.load(tiles[2] + row))
             stencil, full_run, masked_run, end = runs_of(tiles, row)
             if steps == 0:
-                send_queries(queries, turn, i_bh, i_b, i_h, i_tile, 0, 0, 0, C)
+                send_queries(queries, turn, i_b, i_h, (i_bh, i_tile, 0, 0, 0), PATCHED, C)
+            tile = (i_bh, i_tile, steps, masked, stencil)
             started = it
             for run in range(masked_run, end):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
+                    send_keys(keys, queries, it, i_kv, i_hk, it == started, turn, i_b, i_h, tile, PATCHED, C)
                     it += 1
             for run in range(full_run, masked_run):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_kv in range(start, start + uniform(gl.load(tiles[5] + run))):
-                    send_keys(keys, queries, it, turn, it == started, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C)
+                    send_keys(keys, queries, it, i_kv, i_hk, it == started, turn, i_b, i_h, tile, PATCHED, C)
                     it += 1
         else:
             steps = gl.cdiv(n_kv, BN)
+            tile = (i_bh, i_tile, steps, (n_kv % BN != 0).to(gl.int32), 0)
             for i in range(steps):
-                send_keys(keys, queries, it, turn, i == 0, i_bh, i_b, i_h, i_hk, i_tile, steps - 1 - i, steps, (n_kv % BN != 0).to(gl.int32), 0, C)
+                send_keys(keys, queries, it, steps - 1 - i, i_hk, i == 0, turn, i_b, i_h, tile, PATCHED, C)
                 it += 1
         turn += 1
         item = next_item(p_counter, n_items)
-    send_queries(queries, turn, 0, 0, 0, 0, -1, 0, 0, C)
+    send_queries(queries, turn, 0, 0, (0, 0, -1, 0, 0), PATCHED, C)
     for j in range(gl.maximum(it - KS, 0), it):  # meet the last arrivals: no barrier stays half full
         bar_sync(K_FREE + j % KS, ALL)
     for j in range(gl.maximum(it - VS, 0), it):
@@ -167,30 +168,27 @@ def producer(args, MAPPED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C: gl.constexpr):
-    """A query tile for the consumers, with its number of steps (0 if its rows attend nothing, -1 when all is done), how many of them,
-    the first ones, are masked, and the stencil of the first."""
-    q_desc, q_bufs, q_full, tile_notes = queries
+def send_queries(queries, turn, i_b, i_h, tile, PATCHED: gl.constexpr, C: gl.constexpr):
+    """A query tile for the consumers, with its notes: head, which tile, its number of steps (0 if its rows attend nothing, -1 when all is done),
+    how many of them, the first ones, are masked, and the stencil of the first."""
+    q_desc, q_bufs, q_full, tile_notes, wide = queries
     NWG: gl.constexpr = C.value.warpgroups
     if turn > 0:
         bar_sync(Q_FREE, 32 + 128 * NWG)
-    write_note(tile_notes, 0, i_bh)
-    write_note(tile_notes, 1, i_tile)
-    write_note(tile_notes, 2, steps)
-    write_note(tile_notes, 3, masked)
-    write_note(tile_notes, 4, stencil)
-    if steps > 0:
+    for n in gl.static_range(5):
+        write_note(tile_notes, n, tile[n])
+    if tile[2] > 0:
         mbarrier.expect(q_full, NWG * q_desc.block_type.nbytes)
         for w in gl.static_range(NWG):
-            tma_load(q_desc, [i_b, i_h, (i_tile * NWG + w) * ROWS, 0], q_full, q_bufs.index(w))
+            tma_load(q_desc, place(i_b, i_h, (tile[1] * NWG + w) * ROWS, wide, PATCHED), q_full, q_bufs.index(w))
     else:
         mbarrier.arrive(q_full, count=1)
 
 
 @gluon.jit
-def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv, steps, masked, stencil, C: gl.constexpr):
+def send_keys(keys, queries, it, i_kv, i_hk, first, turn, i_b, i_h, tile, PATCHED: gl.constexpr, C: gl.constexpr):
     """A tile of K, with a note of where it lies, and of V; the first one brings the queries along."""
-    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes = keys
+    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, step_notes, wide = keys
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
     ALL: gl.constexpr = 32 + 128 * C.value.warpgroups
@@ -199,13 +197,13 @@ def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv
         bar_sync(K_FREE + it % KS, ALL)
     write_note(step_notes, it % KS, n0)
     mbarrier.expect(k_full.index(it % KS), k_desc.block_type.nbytes)
-    tma_load(k_desc, [i_b, i_hk, n0, 0], k_full.index(it % KS), k_bufs.index(it % KS))
+    tma_load(k_desc, place(i_b, i_hk, n0, wide, PATCHED), k_full.index(it % KS), k_bufs.index(it % KS))
     if first:
-        send_queries(queries, turn, i_bh, i_b, i_h, i_tile, steps, masked, stencil, C)
+        send_queries(queries, turn, i_b, i_h, tile, PATCHED, C)
     if it >= VS:
         bar_sync(V_FREE + it % VS, ALL)
     mbarrier.expect(v_full.index(it % VS), v_desc.block_type.nbytes)
-    tma_load(v_desc, [i_b, i_hk, n0, 0], v_full.index(it % VS), v_bufs.index(it % VS))
+    tma_load(v_desc, place(i_b, i_hk, n0, wide, PATCHED), v_full.index(it % VS), v_bufs.index(it % VS))
 
 
 # -- consumer --------------------------------------------------------------------------------------------------------
@@ -213,10 +211,10 @@ def send_keys(keys, queries, it, turn, first, i_bh, i_b, i_h, i_hk, i_tile, i_kv
 
 @gluon.jit
 def consumer(
-    args, SCORE: gl.constexpr, MAPPED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
+    args, SCORE: gl.constexpr, MAPPED: gl.constexpr, PATCHED: gl.constexpr, SINKS: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     (o_desc, p_lse, p_highest, p_sinks, p_seed, q_bufs, k_bufs, v_bufs, o_bufs, bars, tile_notes, step_notes,
-     p_stencils, n_heads, n_q, n_kv, scale, keep_scale, threshold, score) = args  # fmt: skip
+     p_stencils, n_heads, n_q, n_kv, wide, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_full, k_full, v_full = bars
     NWG: gl.constexpr = C.value.warpgroups
     BN: gl.constexpr = C.value.block_n
@@ -243,7 +241,7 @@ def consumer(
         masked = read_note(tile_notes, 3)
         stencil_row = (read_note(tile_notes, 4) * NWG + WG) * ROWS
         m0 = (i_tile * NWG + WG) * ROWS
-        place = (i_bh // n_heads, i_bh % n_heads, m0, n_kv, scale, threshold, p_seed, score)
+        where = (i_bh // n_heads, i_bh % n_heads, m0, n_kv, scale, threshold, p_seed, score)
         b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
         b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
@@ -251,13 +249,13 @@ def consumer(
             # A step's stencil is loaded a step ahead: memory may take longer to answer than Q K^T takes.
             b_words = stencil_of(p_stencils, stencil_row, masked > 0, MAPPED, C)
             b_p, b_m, b_l, b_decay, b_words = first_step(
-                q, b_m, b_l, b_words, buffers, it, (p_stencils, stencil_row + NWG * ROWS, masked > 1), masked > 0, steps > 1, place,
+                q, b_m, b_l, b_words, buffers, it, (p_stencils, stencil_row + NWG * ROWS, masked > 1), masked > 0, steps > 1, where,
                 SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
             it += 1
             for i in range(1, steps):
                 b_p, b_o, b_m, b_l, b_decay, b_words = attend(
                     q, b_p, b_o, b_m, b_l, b_decay, b_words, buffers, it, (p_stencils, stencil_row + (i + 1) * (NWG * ROWS), i + 1 < masked),
-                    i < masked, i + 1 < steps, place, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
+                    i < masked, i + 1 < steps, where, SCORE, MAPPED, DROPOUT, WG, C)  # fmt: skip
                 it += 1
             b_o = rescale(b_o, b_decay)
             last = (it - 1) % VS
@@ -273,7 +271,7 @@ def consumer(
         b_sum = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)
         b_top = b_m * scale[1]
         o_q = m0 + gl.arange(0, ROWS, ROW)
-        o_row = i_bh.to(gl.int64) * n_q + o_q
+        o_row = i_bh.to(gl.int64) * n_q + given_row(m0, gl.arange(0, ROWS, ROW), wide, PATCHED)
         gl.store(p_highest + o_row, b_top * LN2, mask=o_q < n_q)
         unsound = gl.convert_layout(unsound_rows(b_o), ROW, assert_trivial=True) | lost(b_m, b_sum)
         if SINKS:  # one more key, of value 0
@@ -292,7 +290,7 @@ def consumer(
             tma.store_wait(0)  # the tile before has left
         out.reshape([ROWS, DV]).store(b_o.to(q_bufs.dtype))
         fence_async_shared()
-        tma_store(o_desc, [i_bh // n_heads, i_bh % n_heads, m0, 0], out)
+        tma_store(o_desc, place(i_bh // n_heads, i_bh % n_heads, m0, wide, PATCHED), out)
         if not C.value.own_o_buffer:
             tma.store_wait(0)
             bar_arrive(Q_FREE, ALL)
@@ -306,7 +304,7 @@ def consumer(
 
 @gluon.jit
 def first_step(
-    q, b_m, b_l, b_words, buffers, it, stencil, masked, more, place,
+    q, b_m, b_l, b_words, buffers, it, stencil, masked, more, where,
     SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Scores of the first key tile; no P V is under way."""
@@ -325,7 +323,7 @@ def first_step(
     b_s = warpgroup_mma_wait(0, deps=[s_token])
     bar_arrive(K_FREE + it % KS, 32 + 128 * NWG)
     hand_back(more, C)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, True, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, where, SCORE, MAPPED, True, DROPOUT, C)
     mbarrier.wait(k_full.index((it + 1) % KS), ((it + 1) // KS) & 1, pred=more)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
@@ -342,7 +340,7 @@ def hand_back(more, C: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q, b_p, b_o, b_m, b_l, b_decay, b_words, buffers, it, stencil, masked, more, place,
+    q, b_p, b_o, b_m, b_l, b_decay, b_words, buffers, it, stencil, masked, more, where,
     SCORE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One step: scores of key tile `it`, P V of the one before. b_decay is what the last maximum makes of the sums before it; `stencil` tells
@@ -372,7 +370,7 @@ def attend(
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     bar_arrive(K_FREE + it % KS, ALL)
     hand_back(more, C)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, place, SCORE, MAPPED, False, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, masked, b_words, where, SCORE, MAPPED, False, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(it % VS), (it // VS) & 1)
     else:
@@ -402,11 +400,11 @@ def stencil_of(p_stencils, row, masked, MAPPED: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    b_s, b_m, b_l, n0, masked, b_words, place,
+    b_s, b_m, b_l, n0, masked, b_words, where,
     SCORE: gl.constexpr, MAPPED: gl.constexpr, FIRST: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """From q.k to weights. Running maximum b_m [ROWS], sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
-    i_b, i_h, m0, n_kv, scale, threshold, p_seed, score = place
+    i_b, i_h, m0, n_kv, scale, threshold, p_seed, score = where
     BN: gl.constexpr = C.value.block_n
     S_L: gl.constexpr = b_s.type.layout
     BY_THREAD: gl.constexpr = by_thread(ROWS, BN)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tilewise.engines.gluon.patches import HEIGHT as HEIGHT_NUMBER
 from tilewise.engines.triton.config import LOG2E as LOG2E_NUMBER
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -89,6 +90,44 @@ def runs_of(tiles, row):
     masked_run = uniform(gl.load(tiles[3] + 3 * row + 1))
     end = uniform(gl.load(tiles[3] + 3 * row + 3))
     return stencil, full_run, masked_run, end
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+@gluon.constexpr_function
+def several(count, shape):
+    return [count, *shape]
+
+
+@gluon.jit
+def buffers_for(desc, COUNT: gl.constexpr):
+    """Shared memory for so many blocks of a tensor."""
+    return gl.allocate_shared_memory(desc.dtype, several(COUNT, desc.block_type.shape), desc.layout)
+
+
+# PATCHED: tokens are in the order of strips (patches.py) of a grid that is `wide`.
+
+HEIGHT = gl.constexpr(HEIGHT_NUMBER)
+
+
+@gluon.jit
+def place(i_b, i_h, row, wide, PATCHED: gl.constexpr):
+    """Where the tile begins whose first token is `row`."""
+    if PATCHED:
+        strip = row // (HEIGHT * wide)
+        return i_b, i_h, (row - strip * (HEIGHT * wide)) // HEIGHT, strip * HEIGHT, 0
+    else:
+        return i_b, i_h, row, 0
+
+
+@gluon.jit
+def given_row(row, o_row, wide, PATCHED: gl.constexpr):
+    """Where tokens row + o_row, all of one strip, are in the order they are given in."""
+    if PATCHED:
+        strip = row // (HEIGHT * wide)
+        column = (row - strip * (HEIGHT * wide)) // HEIGHT
+        return (strip * HEIGHT + o_row % HEIGHT) * wide + column + o_row // HEIGHT
+    else:
+        return row + o_row
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tilewise.engines.base import Gradients, Output, like_query
 from tilewise.engines.gluon import describable, refuse_backward
 from tilewise.engines.gluon.config import ROWS, backward_cut, backward_tile, forward_cut, forward_tile
 from tilewise.engines.gluon.maps import Walk, backward_side, forward_side, too_many_stencils, walk
+from tilewise.engines.gluon.patches import as_boxes, box, in_strips, width
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.config import padded
 from tilewise.engines.triton.driver import current_stream
@@ -93,12 +94,18 @@ def counter(device: torch.device) -> Tensor:
 # -- tensors of the kernels ------------------------------------------------------------------------------------------
 
 
+def described(p: Problem, t: Tensor, rows: int, columns: int) -> Described:
+    """A tensor of the problem's tokens, for tiles of so many of them."""
+    wide = width(p)
+    return Described(as_boxes(t, wide), box(rows, columns, wide))
+
+
 def forward_own(p: Problem, output: Output, counter: Tensor) -> dict[str, Any]:
     cut = forward_cut(p)
     keys = forward_tile(cut)[1]
     return {
-        "q_desc": Described(p.query, (1, 1, ROWS, cut.d)), "k_desc": Described(p.key, (1, 1, keys, cut.d)),
-        "v_desc": Described(p.value, (1, 1, keys, cut.dv)), "o_desc": Described(output.out, (1, 1, ROWS, cut.dv)),
+        "q_desc": described(p, p.query, ROWS, cut.d), "k_desc": described(p, p.key, keys, cut.d),
+        "v_desc": described(p, p.value, keys, cut.dv), "o_desc": described(p, output.out, ROWS, cut.dv),
         "p_lse": output.lse, "p_highest": output.highest, "p_counter": counter, "p_sinks": p.sinks, "p_seed": seed_of(p),
     }  # fmt: skip
 
@@ -120,10 +127,9 @@ def prepare_own(output: Output, grad_out: Tensor, dlse: Tensor | None, work: Wor
 def backward_own(p: Problem, grad_out: Tensor, work: Workspace) -> dict[str, Any]:
     cut = backward_cut(p)
     m, n = backward_tile(cut)
-    queries, keys, own = (1, 1, m, cut.d), (1, 1, n, cut.d), (1, 1, 64, cut.d)
     return {
-        "q_desc": Described(p.query, queries), "k_desc": Described(p.key, keys), "v_desc": Described(p.value, keys),
-        "do_desc": Described(grad_out, queries), "dk_desc": Described(work.dk, own), "dv_desc": Described(work.dv, own),
+        "q_desc": described(p, p.query, m, cut.d), "k_desc": described(p, p.key, n, cut.d), "v_desc": described(p, p.value, n, cut.d),
+        "do_desc": described(p, grad_out, m, cut.d), "dk_desc": described(p, work.dk, 64, cut.d), "dv_desc": described(p, work.dv, 64, cut.d),
         "dq_desc": Described(work.sums, (2 * cut.dq_columns, 32)),
         "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)), "p_unsound": work.unsound, "p_seed": seed_of(p),
     }  # fmt: skip
@@ -140,6 +146,8 @@ def finish_own(p: Problem, output: Output, grad_out: Tensor, work: Workspace) ->
 
 
 def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
+    p = in_strips(p)
+    wide = width(p)
     walked = walk(p, forward_side(p))
     heads = p.batch * p.heads
     group = min(heads_at_a_time(p, walked) * (p.heads // p.kv_heads), heads)
@@ -149,10 +157,10 @@ def forward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "tiles": walked.tensors, "s_tiles": walked.strides, **shape_arguments(p), "n_tiles": walked.count, "n_bh": heads,
-            "n_group": group, "scale": scales(p), **dropout_arguments(p), "score": mod_arguments(p)["score"],
+            "n_group": group, "wide": wide or 0, "scale": scales(p), **dropout_arguments(p), "score": mod_arguments(p)["score"],
         },
         {
-            "SCORE": score_of(p, in_parts=True), "MAPPED": walked.mapped, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
+            "SCORE": score_of(p, in_parts=True), "MAPPED": walked.mapped, "PATCHED": wide is not None, "SINKS": p.sinks is not None, "DROPOUT": p.dropout_p > 0,
             "C": forward_cut(p),
         },
         4, 1,
@@ -186,13 +194,18 @@ def prepare_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         "prepare_backward",
         p.batch * p.heads * padded_rows(p) // rows,
         own,
-        {"s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len, "n_padded": padded_rows(p)},
-        {"HAS_DLSE": own["p_dlse"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim, "D_SUM": backward_cut(p).d},
+        {"s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len, "n_padded": padded_rows(p), "wide": width(p) or 0},
+        {
+            "HAS_DLSE": own["p_dlse"] is not None, "PATCHED": width(p) is not None, "M": rows,
+            "DV": padded(p.v_dim), "DV_TRUE": p.v_dim, "D_SUM": backward_cut(p).d,
+        },
         4, 1,
     )  # fmt: skip
 
 
 def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
+    p = in_strips(p)
+    wide = width(p)
     walked, cut = walk(p, backward_side(p)), backward_cut(p)
     return Launch(
         "hopper_backward_wide" if cut.wide else "hopper_backward",
@@ -200,11 +213,12 @@ def backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
         own,
         {
             "tiles": walked.tensors, "s_tiles": walked.strides, **shape_arguments(p), "n_tiles": walked.count, "n_bh": p.batch * p.kv_heads,
-            "n_group": heads_at_a_time(p, walked), "n_padded": padded_rows(p), "scale": scales(p), **dropout_arguments(p),
+            "n_group": heads_at_a_time(p, walked), "n_padded": padded_rows(p), "wide": wide or 0, "scale": scales(p), **dropout_arguments(p),
             "score": mod_arguments(p)["score"],
         },
         {
-            "SCORE": score_of(p, in_parts=True), "SLOPE": slope_of(p, in_parts=True), "MAPPED": walked.mapped, "DROPOUT": p.dropout_p > 0, "C": cut,
+            "SCORE": score_of(p, in_parts=True), "SLOPE": slope_of(p, in_parts=True), "MAPPED": walked.mapped, "PATCHED": wide is not None,
+            "DROPOUT": p.dropout_p > 0, "C": cut,
         },
         4, 1,
     )  # fmt: skip
@@ -222,12 +236,12 @@ def finish_backward_launch(p: Problem, own: dict[str, Any]) -> Launch:
             **{f"s_{name}": strides(own[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
             "rows": rows.tensors, "s_rows": rows.strides, "n_rows": rows.count,
             "columns": columns.tensors, "s_columns": columns.strides, "n_columns": columns.count,
-            "n_query_programs": query_programs, **shape_arguments(p), "n_padded": padded_rows(p), "scale": scales(p),
+            "n_query_programs": query_programs, **shape_arguments(p), "n_padded": padded_rows(p), "wide": width(p) or 0, "scale": scales(p),
             **dropout_arguments(p), **mod_arguments(p),
         },
         {
-            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": rows.mapped, "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0,
-            "ROWS_M": rows_tile[0], "ROWS_N": rows_tile[1], "COLUMNS_M": columns_tile[0], "COLUMNS_N": columns_tile[1],
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": rows.mapped, "GIVEN": mask_is_inside(p), "PATCHED": width(p) is not None,
+            "DROPOUT": p.dropout_p > 0, "ROWS_M": rows_tile[0], "ROWS_N": rows_tile[1], "COLUMNS_M": columns_tile[0], "COLUMNS_N": columns_tile[1],
             "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim, "D_SUM": backward_cut(p).d,
         },
         4, 1,

@@ -1,0 +1,72 @@
+"""Patches that the Hopper engine's copies bring from where they lie: which tokens they hold, in which order."""
+
+from math import prod
+
+import pytest
+import torch
+
+from tilewise import masks
+from tilewise.engines.gluon import GluonEngine
+from tilewise.engines.gluon.patches import HEIGHT, as_boxes, box, in_strips, width
+from tilewise.lang import evaluate
+from tilewise.order import Order, ordering
+from tilewise.problem import Options, Problem, make_problem
+
+SHAPES = [(8, 16), (16, 32), (24, 48), (128, 128)]
+
+
+def problem(shape: tuple[int, ...], window: int = 13, length: int | None = None, dim: int = 16, **options: object) -> Problem:
+    t = torch.randn((1, 2, length or prod(shape), dim), generator=torch.Generator().manual_seed(0))
+    return make_problem(t, t, t, masks.neighborhood(shape, window), None, Options(**options))[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_box_holds_consecutive_tokens_of_a_strip(shape: tuple[int, int], tokens: int) -> None:
+    """What `place` in pieces.py computes, on a tensor of the tokens' own numbers."""
+    wide = shape[1]
+    numbers = torch.arange(prod(shape)).view(1, 1, -1, 1)
+    wanted = Order(shape, (HEIGHT,)).arranged(numbers, 2).flatten()
+    seen, sizes = as_boxes(numbers, wide), box(tokens, 1, wide)
+    for row in range(0, prod(shape), tokens):
+        strip = row // (HEIGHT * wide)
+        column, line = (row - strip * HEIGHT * wide) // HEIGHT, strip * HEIGHT
+        block = seen[:, :, column : column + sizes[2], line : line + sizes[3]]
+        assert block.shape[2:4] == sizes[2:4]
+        assert block.flatten().tolist() == wanted[row : row + tokens].tolist()
+
+
+def test_the_mask_is_that_of_the_tokens_in_strips() -> None:
+    p = problem((128, 128))
+    order = Order((128, 128), (HEIGHT,)).arranged(torch.arange(128 * 128).view(1, 1, -1, 1), 2).flatten()
+    strips = in_strips(p)
+    assert p.mask is not None and strips.mask is not None and strips is not p
+    q, kv = torch.randint(128 * 128, (2, 4000), generator=torch.Generator().manual_seed(1))
+    b = h = torch.zeros_like(q)
+    found = evaluate(strips.mask, {"b": b, "h": h, "q": q, "kv": kv})
+    assert torch.equal(found, evaluate(p.mask, {"b": b, "h": h, "q": order[q], "kv": order[kv]}))
+
+
+def test_tensors_stay_where_they_are() -> None:
+    p = problem((128, 128))
+    strips = in_strips(p)
+    assert strips.query is p.query and width(strips) == width(p) == 128
+    assert in_strips(strips) is strips
+    said = ordering(GluonEngine(), p)
+    assert not said.copied and said.order == Order((128, 128), (8,))
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        pytest.param(lambda: problem((120, 120)), id="columns that do not fill boxes"),
+        pytest.param(lambda: problem((100, 128)), id="rows that do not fill strips"),
+        pytest.param(lambda: problem((16, 32, 32), 7), id="three axes"),
+        pytest.param(lambda: problem((128, 128), dim=256), id="a large head dim"),
+        pytest.param(lambda: problem((128, 128), dropout_p=0.1), id="dropout"),
+        pytest.param(lambda: problem((64, 64), 5), id="rows are as good"),
+    ],
+)
+def test_otherwise_tokens_are_read_as_they_come(p: object) -> None:
+    found = p()  # type: ignore[operator]
+    assert width(found) is None and in_strips(found) is found
