@@ -15,6 +15,9 @@ from tilewise.problem import Options, make_problem
 QUERIES, KEYS, TILE = 200, 300, 64
 SLOPES = torch.tensor([0.25, 0.0625])
 TABLE = torch.linspace(-1.0, 1.0, 2 * 41).view(2, 41)
+DISTANCES = torch.linspace(-1.0, 1.0, 2 * (QUERIES + KEYS - 1)).view(2, -1)
+BIAS = torch.linspace(-1.0, 1.0, KEYS)
+DENSE = torch.linspace(-1.0, 1.0, QUERIES * KEYS).view(QUERIES, KEYS)
 
 SCORES: dict[str, Callable[..., Any]] = {
     "alibi": scores.alibi(SLOPES),
@@ -22,6 +25,9 @@ SCORES: dict[str, Callable[..., Any]] = {
     "distance decay by head": scores.distance_decay(SLOPES),
     "softcap of alibi": lambda s, b, h, q, kv: 5.0 * torch.tanh((s + SLOPES[h] * (kv - q)) / 5.0),
     "relative bias": scores.relative_bias(TABLE),
+    "a table of all distances": lambda s, b, h, q, kv: s + DISTANCES[h, q - kv + KEYS - 1],
+    "a bias of keys": lambda s, b, h, q, kv: s + BIAS[kv],
+    "a dense bias": lambda s, b, h, q, kv: s * DENSE[q, kv],
     "a wave over keys": lambda s, b, h, q, kv: s + torch.sin(kv * 0.5),
     "queries alone": lambda s, b, h, q, kv: s * (q.float() + 1.0),
     "a negated sum": lambda s, b, h, q, kv: s + (-(q + kv - 7)) * 0.25,
@@ -33,13 +39,14 @@ SCORES: dict[str, Callable[..., Any]] = {
 
 
 @triton.jit
-def both(p_whole, p_parts, p_score, h, m0, n0, score, WHOLE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
+def both(p_whole, p_parts, p_score, h, m0, n0, n_q, n_kv, score, WHOLE: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
     o_row, o_column = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     place = o_row * TILE + o_column
     b_s = tl.load(p_score + place)
     q, kv = m0 + o_row, n0 + o_column
     b_whole = WHOLE(b_s, 0, h, q, kv, score[0], score[1], score[2], score[3])
-    b_parts = PARTS(b_s, 0, h, (q, q & 0), (n0 + (o_column & 6), o_column & ~6), score[0], score[1], score[2], score[3])
+    queries, keys = (q, q & 0, m0 + TILE <= n_q), (n0 + (o_column & 6), o_column & ~6, n0 + TILE <= n_kv)
+    b_parts = PARTS(b_s, 0, h, queries, keys, score[0], score[1], score[2], score[3])
     tl.store(p_whole + place, b_whole + b_s * 0)
     tl.store(p_parts + place, b_parts + b_s * 0)
 
@@ -54,18 +61,21 @@ def test_parts_are_the_whole(name: str, function: Callable[..., Any]) -> None:
         assert parts is None
         return
     score = torch.randn((TILE, TILE), generator=torch.Generator().manual_seed(0))
-    for head, m0, n0 in ((0, 0, 0), (1, 64, 128), (1, 128, 192)):
+    for head, m0, n0 in ((0, 0, 0), (1, 64, 128), (1, 128, 192), (0, 192, 256)):  # the last tile goes past both ends
         found = torch.empty((2, TILE, TILE))
-        both[(1,)](found[0], found[1], score, head, m0, n0, mod_arguments(p)["score"], WHOLE=whole.function(), PARTS=parts.function(), TILE=TILE)
-        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-4)
+        arguments = (head, m0, n0, QUERIES, KEYS, mod_arguments(p)["score"])
+        both[(1,)](found[0], found[1], score, *arguments, WHOLE=whole.function(), PARTS=parts.function(), TILE=TILE)
+        wanted = found[:, : QUERIES - m0, : KEYS - n0]
+        torch.testing.assert_close(wanted[1], wanted[0], rtol=1e-5, atol=1e-4)
     assert name in ("queries alone",) or parts.source != whole.source
 
 
-def test_places_past_the_end_load_nothing_outside() -> None:
-    """Without a clamp in the kernel the load itself keeps its index inside."""
-    bias = torch.arange(float(KEYS))
+def test_loads_are_kept_inside_only_past_the_end() -> None:
     q, kv = (torch.zeros((1, 2, n, 16), dtype=torch.float16) for n in (QUERIES, KEYS))
-    p = make_problem(q, kv, kv, None, lambda s, b, h, q, kv: s + bias[kv], Options())[0]
+    p = make_problem(q, kv, kv, None, SCORES["a bias of keys"], Options())[0]
     whole, parts = (score_of(p, in_parts=flag) for flag in (False, True))
-    assert whole is not None and parts is not None
-    assert "tl.minimum" in parts.source and "tl.minimum" not in whole.source
+    assert whole is not None and parts is not None and "tl.minimum" not in whole.source
+    inside, anywhere = parts.source.split("def anywhere")
+    assert "tl.minimum" not in inside and "tl.minimum" in anywhere
+    plain = score_of(make_problem(q, kv, kv, None, SCORES["alibi"], Options())[0], in_parts=True)
+    assert plain is not None and "anywhere" not in plain.source

@@ -73,7 +73,7 @@ def backward(
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, wide)  # fmt: skip
     work = (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-            tiles[7], n_heads, ratio, n_kv, n_tiles, wide, scale, keep_scale, threshold, score)  # fmt: skip
+            tiles[7], n_heads, ratio, n_q, n_kv, n_tiles, wide, scale, keep_scale, threshold, score)  # fmt: skip
     gl.warp_specialize([
         (consumer, (work, SCORE, SLOPE, MAPPED, PATCHED, DROPOUT, 0, C)),
         (consumer, (work, SCORE, SLOPE, MAPPED, PATCHED, DROPOUT, 1, C)),
@@ -265,7 +265,7 @@ def consumer(
     args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, PATCHED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     (dk_desc, dv_desc, p_unsound, p_seed, bufs, ds_bufs, dq_bufs, bars, notes,
-     p_stencils, n_heads, ratio, n_kv, n_tiles, wide, scale, keep_scale, threshold, score) = args  # fmt: skip
+     p_stencils, n_heads, ratio, n_q, n_kv, n_tiles, wide, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     kv_full, q_full, do_full = bars
     tile_notes, step_notes = notes
@@ -311,8 +311,10 @@ def consumer(
             dp_token = warpgroup_mma(own_keys(kv_bufs, 1, note, WG, C), do.permute((1, 0)), no_s, use_acc=False, is_async=True)
             o_column = gl.expand_dims(gl.arange(0, M, COLUMN), 0)
             o_q = note // 2 + o_column
+            queries = in_parts(note // 2, o_column, note // 2 + M <= n_q)
+            keys = whole(o_kv, n0 + KEYS <= n_kv)
             b_lse = lse_bufs.index(stage).load(COLUMN)
-            b_s = scored(b_raw, scale, i_b, i_h, in_parts(note // 2, o_column), whole(o_kv), score, SCORE)
+            b_s = scored(b_raw, scale, i_b, i_h, queries, keys, score, SCORE)
             if note % 2 != 0:
                 b_s = stencilled(b_s, b_words)
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 0))
@@ -324,7 +326,7 @@ def consumer(
             dv_token = warpgroup_mma(gl.convert_layout(b_pd.to(dtype), A_L, assert_trivial=True), do, b_dv, is_async=True)
             b_slope = b_p
             if SLOPE is not None:  # early, so that the raw scores' registers are free again
-                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, in_parts(note // 2, o_column), whole(o_kv), score[0], score[1], score[2], score[3])
+                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, queries, keys, score[0], score[1], score[2], score[3])
                 if note % 2 != 0:  # where the mask forbids, a score may well have no derivative
                     b_slope = stencilled(b_slope, b_words, 0.0)
 

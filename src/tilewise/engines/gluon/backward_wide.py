@@ -59,7 +59,7 @@ def backward(
     load = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bufs, bars, notes, tiles, s_tiles,
             n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, wide)  # fmt: skip
     work = (p_unsound, p_seed, bufs, p_bufs, ds_bufs, dq_bufs, bars, notes,
-            tiles[7], n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
+            tiles[7], n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score)  # fmt: skip
     gl.warp_specialize([
         (consumer, (dv_desc, work, SCORE, SLOPE, MAPPED, DROPOUT, 0, C)),
         (consumer, (dk_desc, work, SCORE, SLOPE, MAPPED, DROPOUT, 1, C)),
@@ -101,7 +101,7 @@ def consumer(
     sum_desc, args, SCORE: gl.constexpr, SLOPE: gl.constexpr, MAPPED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     (p_unsound, p_seed, bufs, p_bufs, ds_bufs, dq_bufs, bars, notes,
-     p_stencils, n_heads, ratio, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
+     p_stencils, n_heads, ratio, n_q, n_kv, n_tiles, scale, keep_scale, threshold, score) = args  # fmt: skip
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     dq_buf = dq_bufs[WG]
     kv_full, q_full, do_full = bars
@@ -152,8 +152,10 @@ def consumer(
             o_q = gl.expand_dims(note // 2 + gl.arange(0, M, ROW), 1)
             o_column = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, S_L)), 0)
             o_kv = n0 + zero + WG * KEYS + o_column
+            queries = whole(o_q, note // 2 + M <= n_q)
+            keys = in_parts(n0 + zero + WG * KEYS, o_column, n0 + N <= n_kv)
             b_lse = lse_bufs.index(stage).load(ROW)
-            b_s = scored(b_raw, scale, i_b, i_h, whole(o_q), in_parts(n0 + zero + WG * KEYS, o_column), score, SCORE)
+            b_s = scored(b_raw, scale, i_b, i_h, queries, keys, score, SCORE)
             if note % 2 != 0:
                 b_s = allowed(b_s, b_words, o_kv, n_kv, WG, float("-inf"))
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 1))
@@ -170,7 +172,7 @@ def consumer(
                 bar_arrive(P_THERE, 256)
             b_slope = b_p
             if SLOPE is not None:  # early, so that the raw scores' registers are free again
-                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, whole(o_q), in_parts(n0 + zero + WG * KEYS, o_column), score[0], score[1], score[2], score[3])
+                b_slope = b_p * SLOPE(b_raw * scale[0], i_b, i_h, queries, keys, score[0], score[1], score[2], score[3])
                 if note % 2 != 0:  # where the mask forbids, a score may well have no derivative
                     b_slope = allowed(b_slope, b_words, o_kv, n_kv, WG, 0.0)
 

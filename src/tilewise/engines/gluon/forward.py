@@ -241,7 +241,7 @@ def consumer(
         masked = read_note(tile_notes, 3)
         stencil_row = (read_note(tile_notes, 4) * NWG + WG) * ROWS
         m0 = (i_tile * NWG + WG) * ROWS
-        where = (i_bh // n_heads, i_bh % n_heads, m0, n_kv, scale, threshold, p_seed, score)
+        where = (i_bh // n_heads, i_bh % n_heads, m0, n_q, n_kv, scale, threshold, p_seed, score)
         b_m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         b_l = gl.sum(gl.sum(gl.zeros([ROWS, BN], gl.float32, S_L).reshape([ROWS, BN // 8, 4, 2]), 1), 2)
         b_o = gl.zeros([ROWS, DV], gl.float32, O_L)
@@ -404,14 +404,14 @@ def softmax_step(
     SCORE: gl.constexpr, MAPPED: gl.constexpr, FIRST: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """From q.k to weights. Running maximum b_m [ROWS], sums b_l [ROWS, 4] (one for each lane of a row), and the factor for what was summed before."""
-    i_b, i_h, m0, n_kv, scale, threshold, p_seed, score = where
+    i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, score = where
     BN: gl.constexpr = C.value.block_n
     S_L: gl.constexpr = b_s.type.layout
     BY_THREAD: gl.constexpr = by_thread(ROWS, BN)
     o_q = gl.expand_dims(m0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_L)), 1)
     o_column = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
     o_kv = n0 + o_column
-    b_s = scored(b_s, scale, i_b, i_h, whole(o_q), in_parts(n0, o_column), score, SCORE)
+    b_s = scored(b_s, scale, i_b, i_h, whole(o_q, m0 + ROWS <= n_q), in_parts(n0, o_column, n0 + BN <= n_kv), score, SCORE)
     if MAPPED:
         if masked:
             b_s = stencilled(b_s, b_words)

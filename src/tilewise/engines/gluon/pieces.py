@@ -139,20 +139,20 @@ def given_row(row, o_row, wide, PATCHED: gl.constexpr):
 
 
 @gluon.jit
-def whole(o):
-    """Places along rows, or of no known layout."""
-    return o, o & 0
+def whole(o, inside):
+    """Places along rows, or of no known layout; whether all of them lie before the end."""
+    return o, o & 0, inside
 
 
 @gluon.jit
-def in_parts(first, o_column):
+def in_parts(first, o_column, inside):
     """Places first + o_column along columns."""
-    return first + (o_column & 6), o_column & ~6
+    return first + (o_column & 6), o_column & ~6, inside
 
 
 @gluon.jit
 def scored(b_s, scale, i_b, i_h, q, kv, score, SCORE: gl.constexpr):
-    """What a score function makes of q.k. Places are in two parts."""
+    """What a score function makes of q.k. Places are in two parts (whole, in_parts)."""
     if SCORE is not None:
         b_s = SCORE(b_s * scale[0], i_b, i_h, q, kv, score[0], score[1], score[2], score[3])
     return b_s

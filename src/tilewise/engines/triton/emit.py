@@ -29,6 +29,7 @@ FLIPPED = {"+": "-", "-": "+"}
 EXACT = 2**24  # float32 holds every integer up to here
 TILE = 1024  # more than a part of a place
 PLACES = ("q", "kv")
+SCORE_PARAMETERS = "score, b, h, q, kv, p, i, f, s"
 
 # Text of each operation on operands of one type; those that depend on more are written by Writer._special.
 TEXT = {
@@ -260,8 +261,22 @@ class Writer:
                 index = f"tl.minimum({index}, s[{sizes + d}] - 1)"
             if layout.wide or self.types[k] == "i64":
                 index = f"({index}).to({'tl.int64' if layout.wide else 'tl.int32'})" if self.program.instructions[k].op != "literal" else index
-            terms.append(index if layout.contiguous and d == len(indices) - 1 else f"({index}) * s[{strides + d}]")
+            if layout.contiguous and d == len(indices) - 1:
+                terms += (self._place_apart(k) if index == f"v{k}" else None) or (index,)
+            else:
+                terms.append(f"({index}) * s[{strides + d}]")
         return " + ".join([f"{pointers}[{slot}]", *terms])
+
+    def _place_apart(self, k: int) -> tuple[str, str] | None:
+        """An index that is a sum of places and other integers, in two parts of which the compiler knows the second: added to the pointer one after
+        the other, that one becomes part of the load's instruction."""
+        terms = self._terms(k, "+", "i32") if self.in_parts and self.types[k] == "i32" else []
+        places = [(sign, self.program.instructions[n].attr) for sign, n in terms if self._is_place(n)]
+        if not places:
+            return None
+        others = [f" {sign} v{n}" for sign, n in terms if not self._is_place(n)]
+        first, second = ("".join([f" {sign} {name}[{part}]" for sign, name in places]) for part in (0, 1))
+        return f"(0{first}{''.join(others)})", f"(0{second})"
 
     def sign(self, k: int) -> str:
         """The boolean k as an integer that is negative where it is false."""
@@ -300,15 +315,28 @@ def mask_source(writer: Writer) -> list[str]:
     return ["@triton.jit", "def mask(b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.sign(writer.program.results[0])}"]
 
 
-def score_source(writer: Writer) -> list[str]:
+def score_source(writer: Writer, name: str = "score_mod") -> list[str]:
     result = writer.result(0, "f32")
     if "score" not in writer.program.uses:  # give it the scores' shape
         result = f"tl.where(score == score, {result}, {result})"
-    return ["@triton.jit", "def score_mod(score, b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {result}"]
+    return ["@triton.jit", f"def {name}({SCORE_PARAMETERS}):", *_indent(writer.lines), f"    return {result}"]
 
 
-def slope_source(writer: Writer) -> list[str]:
-    return ["@triton.jit", "def slope(score, b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.result(0, 'f32')}"]
+def slope_source(writer: Writer, name: str = "slope") -> list[str]:
+    return ["@triton.jit", f"def {name}({SCORE_PARAMETERS}):", *_indent(writer.lines), f"    return {writer.result(0, 'f32')}"]
+
+
+def either_source(name: str, inside: list[str], anywhere: list[str]) -> list[str]:
+    """The function `inside` where all places are known to lie before the ends, `anywhere` elsewhere; both are given with their decorators."""
+    choose = f"""\
+@triton.jit
+def {name}({SCORE_PARAMETERS}):
+    if q[2] & kv[2]:
+        result = inside({SCORE_PARAMETERS})
+    else:
+        result = anywhere({SCORE_PARAMETERS})
+    return result"""
+    return [*inside, "", *anywhere, "", *choose.splitlines()]
 
 
 def scatter_source(writer: Writer, derivative: Derivative) -> list[str]:

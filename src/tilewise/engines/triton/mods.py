@@ -8,7 +8,7 @@ import torch
 
 from tilewise.engines.emitting import Extents, Layout
 from tilewise.engines.triton.config import LOG2E
-from tilewise.engines.triton.emit import Writer, fixed_source, gauge_source, mask_source, scatter_source, score_source, slope_source
+from tilewise.engines.triton.emit import Writer, either_source, fixed_source, gauge_source, mask_source, scatter_source, score_source, slope_source
 from tilewise.engines.triton.modules import Generated, generated
 from tilewise.lang import Call, Derivative, Program, derive, factored
 from tilewise.problem import Problem
@@ -32,7 +32,7 @@ def score_of(p: Problem, in_parts: bool = False) -> Generated | None:
     _, call, _ = _inner(p)
     if call is None or call.program.instructions[call.program.results[0]].op == "score":
         return None if _overall_scale(p) >= SMALLEST_SCALE else UNCHANGED
-    make = lambda call: generated("score_mod", score_source(_score_writer(call.program, call, p, in_parts)))  # noqa: E731
+    make = lambda call: _scored("score_mod", score_source, call.program, call, p, in_parts)  # noqa: E731
     return _function(f"score {in_parts}", call, p, make)
 
 
@@ -47,7 +47,7 @@ def slope_of(p: Problem, in_parts: bool = False) -> Generated | None:
         if by_scale and only_adds(call.program):
             return None
         program = derive(call.program, frozenset()).program
-        return generated("slope", slope_source(_score_writer(program, call, p, in_parts)))
+        return _scored("slope", slope_source, program, call, p, in_parts)
 
     return _function(f"slope {by_scale} {in_parts}", call, p, make)
 
@@ -108,7 +108,7 @@ def gauge_of(p: Problem, wanted: frozenset[int]) -> Generated | None:
 def _shares_of(p: Problem, wanted: frozenset[int], entry: str, source: Callable[[Writer, Derivative], list[str]]) -> Generated | None:
     def make(call: Call) -> Generated:
         derivative = derive(call.program, wanted)
-        return generated(entry, source(_score_writer(derivative.program, call, p, False), derivative))
+        return generated(entry, source(_writer(derivative.program, call, extents_of(p), p.dtype == torch.float32, False), derivative))
 
     _, call, _ = _inner(p)
     return None if call is None or not wanted else _function(f"{entry} {sorted(wanted)}", call, p, make)
@@ -135,12 +135,16 @@ def _writer(program: Program, call: Call, extents: Extents, precise: bool, in_pa
     return Writer(program, call, extents, layouts, precise, in_parts)
 
 
-def _score_writer(program: Program, call: Call, p: Problem, in_parts: bool) -> Writer:
-    """Scores of 16-bit inputs do not see the last bits. Places in parts may lie past the end, where only loads have to be kept inside."""
-    extents = extents_of(p)
+def _scored(entry: str, source: Callable[[Writer, str], list[str]], program: Program, call: Call, p: Problem, in_parts: bool) -> Generated:
+    """Scores of 16-bit inputs do not see the last bits. Places in parts may lie past the end: where that would need more (loads have to be kept
+    inside), there is one function for tiles that end before it and one for all."""
+    precise = p.dtype == torch.float32
+    inside = _writer(program, call, extents_of(p), precise, in_parts)
     if in_parts:
-        extents = extents._replace(q=extents.q + LARGEST_TILE, kv=extents.kv + LARGEST_TILE)
-    return _writer(program, call, extents, p.dtype == torch.float32, in_parts)
+        anywhere = _writer(program, call, Extents(p.batch, p.heads, p.q_len + LARGEST_TILE, p.kv_len + LARGEST_TILE), precise, True)
+        if anywhere.lines != inside.lines:
+            return generated(entry, either_source(entry, source(inside, "inside"), source(anywhere, "anywhere")))
+    return generated(entry, source(inside, entry))
 
 
 def mod_arguments(p: Problem) -> dict[str, Any]:
