@@ -266,3 +266,24 @@ def test_hopper_kernels_can_be_captured_and_replayed() -> None:
         out.zero_()
         graph.replay()
         assert torch.equal(out, wanted) and torch.equal(step(), wanted)
+
+
+@hopper
+@pytest.mark.parametrize(("batch", "kv_heads", "count"), [(4, 2, 4), (1, 6, 3), (6, 1, 3)])
+def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines.gluon import run
+
+    query, key, value = tensors(batch, 2 * kv_heads, 300, 64, kv_heads)
+
+    def gradients() -> list[torch.Tensor]:
+        out, lse = tw.attention(query, key, value, mask=masks.causal, enable_gqa=True, backend="gluon", return_lse=True)
+        return list(torch.autograd.grad((out * out).sum() + lse.sum(), (query, key, value)))
+
+    wanted = gradients()
+    monkeypatch.setattr(run, "LARGEST_SUMS", batch * 2 * kv_heads * 384 * 64 * 4 // count)
+    parts: list[Any] = []
+    one = run._backward
+    monkeypatch.setattr(run, "_backward", lambda p, *rest: (parts.append(p), one(p, *rest)))
+    for a, b in zip(gradients(), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert len(parts) == count

@@ -13,6 +13,13 @@ class ForwardCut:
     v_stages: int  # three and more: V is awaited a step ahead, under the softmax
     ping_pong: bool  # consumers take turns at issuing products
     own_o_buffer: bool  # O leaves through its own shared memory, so that the next Q can load at once
+    relieved: bool = False  # not all exp2 by the unit for special functions: the score keeps it busy
+
+    @property
+    def q_free(self) -> int:
+        """The named barrier by which Q is handed back: one that turns (5 and up, one a warpgroup) and stages of K (8 and up) leave."""
+        assert self.warpgroups == 2 or self.k_stages < 4
+        return 7 if self.warpgroups == 2 else 11
 
     @property
     def registers(self) -> tuple[int, int]:

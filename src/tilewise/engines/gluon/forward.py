@@ -25,6 +25,7 @@ from tilewise.engines.gluon.pieces import (
     bar_sync,
     buffers_for,
     by_thread,
+    exp2,
     given_row,
     in_parts,
     load_stencil,
@@ -46,9 +47,9 @@ from tilewise.engines.gluon.pieces import (
 from tilewise.engines.triton.steps import kept
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup
-TURN = gl.constexpr(5)  # named barriers 5, 6, 7: whose turn it is to issue products
-K_FREE = gl.constexpr(8)  # 8 to 10: stage of K handed back
-Q_FREE = gl.constexpr(11)  # queries and their notes handed back: an mbarrier's arrival in the loop would cost every step a bar.sync
+# Named barriers. Q is handed back by one too (cut.q_free): an mbarrier's arrival in the loop would cost every step a bar.sync.
+TURN = gl.constexpr(5)  # 5, 6, 7: whose turn it is to issue products
+K_FREE = gl.constexpr(8)  # 8 to 11: stage of K handed back
 V_FREE = gl.constexpr(12)  # 12 to 15: stage of V handed back
 
 
@@ -174,7 +175,7 @@ def send_queries(queries, turn, i_b, i_h, tile, PATCHED: gl.constexpr, C: gl.con
     q_desc, q_bufs, q_full, tile_notes, wide = queries
     NWG: gl.constexpr = C.value.warpgroups
     if turn > 0:
-        bar_sync(Q_FREE, 32 + 128 * NWG)
+        bar_sync(C.value.q_free, 32 + 128 * NWG)
     for n in gl.static_range(5):
         write_note(tile_notes, n, tile[n])
     if tile[2] > 0:
@@ -293,7 +294,7 @@ def consumer(
         tma_store(o_desc, place(i_bh // n_heads, i_bh % n_heads, m0, wide, PATCHED), out)
         if not C.value.own_o_buffer:
             tma.store_wait(0)
-            bar_arrive(Q_FREE, ALL)
+            bar_arrive(C.value.q_free, ALL)
         turn += 1
         mbarrier.wait(q_full, turn & 1)
         steps = read_note(tile_notes, 2)
@@ -335,7 +336,7 @@ def hand_back(more, C: gl.constexpr):
     """Q's memory, after the last Q K^T. In every step this branch is also a border that ptxas moves no arithmetic of masks and scores across."""
     if C.value.own_o_buffer:
         if not more:
-            bar_arrive(Q_FREE, 32 + 128 * C.value.warpgroups)
+            bar_arrive(C.value.q_free, 32 + 128 * C.value.warpgroups)
 
 
 @gluon.jit
@@ -423,7 +424,7 @@ def softmax_step(
     b_new = gl.maximum(b_m, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))
     b_base = gl.where(b_new == float("-inf"), 0.0, b_new * c)  # a row with nothing yet: measure from 0, weights are 0
     b_decay = gl.exp2(b_m * c - b_base)
-    b_p = gl.exp2(b_s * c - gl.expand_dims(b_base, 1))
+    b_p = exp2(b_s * c - gl.expand_dims(b_base, 1), C.value.relieved)
     b_sum = gl.sum(gl.sum(b_p.reshape(BY_THREAD), 1), 2)
     by_row = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_sum.type.layout), assert_trivial=True), 1)
     b_l = gl.convert_layout(b_l, b_sum.type.layout, assert_trivial=True) * by_row + b_sum

@@ -1,7 +1,8 @@
 """How a problem becomes launches of the Hopper kernels."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tilewise.engines.triton.run import dropout_arguments, mask_is_inside, prepa
 from tilewise.problem import Problem
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
+LARGEST_SUMS = 256 * 2**20  # bytes: a backward whose sums of dQ would take more goes in parts
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
@@ -44,8 +46,32 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         return triton_run.backward(p, output, grad_out, grad_lse, wanted)
     if not describable(grad_out):
         grad_out = grad_out.contiguous()
-    work = Workspace(p)
     dlse = None if grad_lse is None else grad_lse.float().contiguous()
+    axis, count = partition(p)
+    work = Workspace(p, count)
+    if count == 1:
+        _backward(p, output, grad_out, dlse, work)
+    else:
+        memory = p.memory.setdefault("part", {})
+        cut = [[None] * count if t is None else t.chunk(count, axis) for t in (p.query, p.key, p.value, *output, grad_out, dlse)]
+        for (query, key, value, *out, part_grad, part_dlse), part in zip(zip(*cut, strict=True), work.parts(count, axis), strict=True):
+            _backward(p.with_tensors(query=query, key=key, value=value, memory=memory), Output(*out), part_grad, part_dlse, part)
+    return Gradients(work.dq, work.dk, work.dv, triton_run.sinks_gradient(p, output, work.delta))
+
+
+def partition(p: Problem) -> tuple[int, int]:
+    """Into how many parts, along batches (0) or heads (1), a backward goes so that its sums of dQ stay small. A part is a problem that knows nothing
+    of the others: only where nothing is computed from the number of a batch or head."""
+    needed = sums_rows(p) * backward_cut(p).d * 4
+    axis = 0 if p.batch > 1 else 1
+    numbered = any(["bh"[axis] in call.program.uses for call in (p.mask, p.score) if call is not None])
+    if needed <= LARGEST_SUMS or numbered or p.dropout_p > 0 or p.tiles is not None:
+        return axis, 1
+    size = p.batch if axis == 0 else p.kv_heads
+    return axis, next(n for n in range(1, size + 1) if size % n == 0 and (needed <= n * LARGEST_SUMS or n == size))
+
+
+def _backward(p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None, work: "Workspace") -> None:
     places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, output.out, output.lse, grad_out)])
     before = prepare_own(output, grad_out, dlse, work)
     _ready(p, ("prepare backward", places, dlse is None), lambda: prepare_backward_launch(p, before)).start(before)
@@ -53,20 +79,30 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
     _ready(p, ("hopper backward", places), lambda: backward_launch(p, own)).start(own)
     after = finish_own(p, output, grad_out, work)
     _ready(p, ("finish backward", places), lambda: finish_backward_launch(p, after)).start(after)
-    return Gradients(work.dq, work.dk, work.dv, triton_run.sinks_gradient(p, output, work.delta))
 
 
 class Workspace:
-    """The gradients, and what the kernels of a backward hand each other."""
+    """The gradients, and what the kernels of a backward hand each other, of one of so many parts at a time."""
 
-    def __init__(self, p: Problem) -> None:
+    def __init__(self, p: Problem, count: int = 1) -> None:
         self.dq, self.dk, self.dv = (t.new_empty(t.shape) for t in (p.query, p.key, p.value))
-        cut = backward_cut(p)
-        heads, rows = p.batch * p.heads, padded_rows(p)
+        cut, rows = backward_cut(p), sums_rows(p) // count
         self.delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
-        self.lse_padded, self.delta_padded = self.delta.new_empty((2, heads * rows)).unbind()
-        self.sums = self.delta.new_empty((heads * rows * cut.d // 32, 32))  # of dQ
-        self.unsound = torch.empty((p.batch * p.kv_heads * -(-p.kv_len // backward_tile(cut)[1]), 2), dtype=torch.int32, device=p.device)
+        self.lse_padded, self.delta_padded = self.delta.new_empty((2, rows)).unbind()
+        self.sums = self.delta.new_empty((rows * cut.d // 32, 32))  # of dQ
+        key_tiles = p.batch * p.kv_heads // count * -(-p.kv_len // backward_tile(cut)[1])
+        self.unsound = torch.empty((key_tiles, 2), dtype=torch.int32, device=p.device)
+
+    def parts(self, count: int, axis: int) -> Iterator["Workspace"]:
+        """The same for each part: its own gradients, and the rest over again."""
+        for dq, dk, dv, delta in zip(*[t.chunk(count, axis) for t in (self.dq, self.dk, self.dv, self.delta)], strict=True):
+            part = copy(self)
+            part.dq, part.dk, part.dv, part.delta = dq, dk, dv, delta
+            yield part
+
+
+def sums_rows(p: Problem) -> int:
+    return p.batch * p.heads * padded_rows(p)
 
 
 def padded_rows(p: Problem) -> int:

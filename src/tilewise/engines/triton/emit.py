@@ -250,7 +250,7 @@ class Writer:
     def address(self, pointers: str, slot: int, indices: tuple[int, ...]) -> str:
         """Where an element of a capture lies: negative indices count from the end, others are kept inside."""
         layout, (sizes, strides) = self.layouts[slot], self.slots[slot]
-        terms = []
+        terms: list[str] = []
         for d, k in enumerate(indices):
             known, size = self.ranges[k], self.sizes[slot][d]
             index = f"v{k}"
