@@ -39,7 +39,8 @@ def _forward(engine: Engine, problem: Problem) -> Output:
             output = engine.forward(problem)
     else:
         output = engine.forward(problem)
-    return Output(as_laid_out(output.out, problem), output.lse, output.highest)
+    out = as_laid_out(output.out, problem)
+    return output if out is output.out else Output(out, output.lse, output.highest)
 
 
 class _Attention(torch.autograd.Function):

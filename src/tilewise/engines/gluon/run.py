@@ -31,7 +31,7 @@ def forward(p: Problem) -> Output:
     if misaligned or too_many_stencils(p):
         return triton_run.forward(p)
     out = like_query(p.query, p.v_dim)
-    lse = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    lse = torch.empty(p.query.shape[:3], dtype=torch.float32, device=p.query.device)
     output = Output(out, lse, torch.empty_like(lse))
     own = forward_own(p, output, counter(p.device))
     _ready(p, ("hopper forward",), lambda: forward_launch(p, own)).start(own)
@@ -130,18 +130,16 @@ def counter(device: torch.device) -> Tensor:
 # -- tensors of the kernels ------------------------------------------------------------------------------------------
 
 
-def described(p: Problem, t: Tensor, rows: int, columns: int) -> Described:
+def described(t: Tensor, rows: int, columns: int, wide: int | None) -> Described:
     """A tensor of the problem's tokens, for tiles of so many of them."""
-    wide = width(p)
     return Described(as_boxes(t, wide), box(rows, columns, wide))
 
 
 def forward_own(p: Problem, output: Output, counter: Tensor) -> dict[str, Any]:
-    cut = forward_cut(p)
-    keys = forward_tile(cut)[1]
+    cut, wide = forward_cut(p), width(p)
     return {
-        "q_desc": described(p, p.query, ROWS, cut.d), "k_desc": described(p, p.key, keys, cut.d),
-        "v_desc": described(p, p.value, keys, cut.dv), "o_desc": described(p, output.out, ROWS, cut.dv),
+        "q_desc": described(p.query, ROWS, cut.d, wide), "k_desc": described(p.key, cut.block_n, cut.d, wide),
+        "v_desc": described(p.value, cut.block_n, cut.dv, wide), "o_desc": described(output.out, ROWS, cut.dv, wide),
         "p_lse": output.lse, "p_highest": output.highest, "p_counter": counter, "p_sinks": p.sinks, "p_seed": seed_of(p),
     }  # fmt: skip
 
@@ -161,11 +159,11 @@ def prepare_own(output: Output, grad_out: Tensor, dlse: Tensor | None, work: Wor
 
 
 def backward_own(p: Problem, grad_out: Tensor, work: Workspace) -> dict[str, Any]:
-    cut = backward_cut(p)
+    cut, wide = backward_cut(p), width(p)
     m, n = backward_tile(cut)
     return {
-        "q_desc": described(p, p.query, m, cut.d), "k_desc": described(p, p.key, n, cut.d), "v_desc": described(p, p.value, n, cut.d),
-        "do_desc": described(p, grad_out, m, cut.d), "dk_desc": described(p, work.dk, 64, cut.d), "dv_desc": described(p, work.dv, 64, cut.d),
+        "q_desc": described(p.query, m, cut.d, wide), "k_desc": described(p.key, n, cut.d, wide), "v_desc": described(p.value, n, cut.d, wide),
+        "do_desc": described(grad_out, m, cut.d, wide), "dk_desc": described(work.dk, 64, cut.d, wide), "dv_desc": described(work.dv, 64, cut.d, wide),
         "dq_desc": Described(work.sums, (2 * cut.dq_columns, 32)),
         "lse_desc": Described(work.lse_padded, (m,)), "delta_desc": Described(work.delta_padded, (m,)), "p_unsound": work.unsound, "p_seed": seed_of(p),
     }  # fmt: skip

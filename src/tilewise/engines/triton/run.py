@@ -23,7 +23,7 @@ PROGRAMS_PER_PROCESSOR, TILES_PER_SPLIT, MOST_SPLITS, FEW_PROCESSORS = 4, 4, 128
 
 def forward(p: Problem) -> Output:
     out = like_query(p.query, p.v_dim)
-    lse = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    lse = torch.empty(p.query.shape[:3], dtype=torch.float32, device=p.query.device)
     highest = torch.empty_like(lse)
     if p.query.numel() == 0 or p.key.numel() == 0:
         return _nothing_to_attend(p, out, lse, highest)
@@ -308,7 +308,8 @@ def mask_is_inside(p: Problem) -> bool:
 
 def is_decoding(p: Problem) -> bool:
     """Few query rows over many keys: too few tiles to fill a GPU unless the keys are split."""
-    return p.tiles is None and p.heads // p.kv_heads * p.q_len <= DECODE_ROWS and p.kv_len >= DECODE_KEYS * p.q_len
+    n_q = p.query.shape[2]
+    return n_q <= DECODE_ROWS and p.tiles is None and p.heads // p.kv_heads * n_q <= DECODE_ROWS and p.kv_len >= DECODE_KEYS * n_q
 
 
 def split_count(p: Problem) -> int:
