@@ -94,11 +94,11 @@ def test_a_deterministic_backward_is_the_triton_engines() -> None:
     ("shape", "mask", "wanted"),
     [
         ((1, 16, 16384, 128), masks.causal, (1, 1)),  # 128 MiB of sums
-        ((1, 16, 131072, 128), masks.causal, (1, 4)),
-        ((1, 6, 131072, 128), masks.causal, (1, 2)),
-        ((8, 16, 16384, 128), None, (0, 4)),
+        ((1, 16, 131072, 128), masks.causal, (1, 8)),
+        ((1, 6, 131072, 128), masks.causal, (1, 3)),
+        ((8, 16, 16384, 128), None, (0, 8)),
         ((1, 16, 131072, 128), lambda b, h, q, kv: q - kv <= h, (1, 1)),  # parts would not know which head they begin with
-        ((8, 16, 16384, 128), lambda b, h, q, kv: q - kv <= h, (0, 4)),
+        ((8, 16, 16384, 128), lambda b, h, q, kv: q - kv <= h, (0, 8)),
     ],
 )
 def test_large_backwards_go_in_parts(shape: tuple[int, ...], mask: object, wanted: tuple[int, int]) -> None:

@@ -137,9 +137,7 @@ def loader(args, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr):
     tma_load(k_desc, place(i_b, i_hk, i_kv * N, wide, PATCHED), kv_full.index(0), kv_bufs.index(0))
     q_tiles = gl.cdiv(n_q, M)
     count = q_tiles * ratio
-    stencil, full_run, masked_run, end = row, row, row, row
     if MAPPED:
-        stencil, full_run, masked_run, end = runs_of(tiles, row)
         count = 0
         for g in range(ratio):
             count += uniform(gl.load(tiles[1] + row + g * s_tiles[1]))
@@ -153,6 +151,8 @@ def loader(args, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr):
     for g in range(ratio):
         i_h = i_hk * ratio + g
         if MAPPED:
+            # Read here, not ahead: Triton 3.6 loses all but the first result of a call that a loop hands to its next round.
+            stencil, full_run, masked_run, end = runs_of(tiles, row + g * s_tiles[1])
             for run in range(masked_run, end):
                 start = uniform(gl.load(tiles[4] + run))
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
@@ -164,7 +164,6 @@ def loader(args, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr):
                 for i_q in range(start, start + uniform(gl.load(tiles[5] + run))):
                     send_queries(queries, it, i_h, i_q, cut, -1, PATCHED, C)
                     it += 1
-            stencil, full_run, masked_run, end = runs_of(tiles, row + gl.minimum(g + 1, ratio - 1) * s_tiles[1])
         else:
             for i in range(q_tiles):  # programs start at different tiles, so that they do not all add to the same rows of dQ
                 i_q = i_kv * N // M + i

@@ -1,15 +1,12 @@
 """How the Hopper kernels are cut, by head dim. Measured on an H200; docs/kernels/hopper.md tells the story."""
 
-from dataclasses import replace
 from functools import lru_cache
 
 from tilewise.engines.gluon.cuts import BackwardCut, ForwardCut
 from tilewise.engines.gluon.patches import width
-from tilewise.lang import Program
 from tilewise.problem import Problem
 
 ROWS = 64  # query rows of a warpgroup
-SPECIAL = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "silu", "pow"}
 
 
 def padded(size: int) -> int:
@@ -19,16 +16,10 @@ def padded(size: int) -> int:
 
 def forward_cut(p: Problem) -> ForwardCut:
     if "forward cut" not in p.memory:
-        cut = _forward_cut(padded(p.head_dim), padded(p.v_dim), p.tiles is not None and p.tiles.given, width(p) is not None)
-        p.memory["forward cut"] = replace(cut, relieved=p.score is not None and needs_special_functions(p.score.program))
+        given = p.tiles is not None and p.tiles.given
+        p.memory["forward cut"] = _forward_cut(padded(p.head_dim), padded(p.v_dim), given, width(p) is not None)
     found: ForwardCut = p.memory["forward cut"]
     return found
-
-
-def needs_special_functions(program: Program) -> bool:
-    """Whether a score has functions, of every element, for the unit that also computes exp2."""
-    varies = program.dependencies
-    return any(i.op in SPECIAL and ("score" in varies[k] or {"q", "kv"} <= varies[k]) for k, i in enumerate(program.instructions))
 
 
 def _forward_cut(d: int, dv: int, given: bool, patched: bool) -> ForwardCut:

@@ -13,7 +13,6 @@ class ForwardCut:
     v_stages: int  # three and more: V is awaited a step ahead, under the softmax
     ping_pong: bool  # consumers take turns at issuing products
     own_o_buffer: bool  # O leaves through its own shared memory, so that the next Q can load at once
-    relieved: bool = False  # not all exp2 by the unit for special functions: the score keeps it busy
 
     @property
     def q_free(self) -> int:

@@ -25,7 +25,6 @@ from tilewise.engines.gluon.pieces import (
     bar_sync,
     buffers_for,
     by_thread,
-    exp2,
     given_row,
     in_parts,
     load_stencil,
@@ -424,7 +423,7 @@ def softmax_step(
     b_new = gl.maximum(b_m, gl.convert_layout(b_high, b_m.type.layout, assert_trivial=True))
     b_base = gl.where(b_new == float("-inf"), 0.0, b_new * c)  # a row with nothing yet: measure from 0, weights are 0
     b_decay = gl.exp2(b_m * c - b_base)
-    b_p = exp2(b_s * c - gl.expand_dims(b_base, 1), C.value.relieved)
+    b_p = gl.exp2(b_s * c - gl.expand_dims(b_base, 1))
     b_sum = gl.sum(gl.sum(b_p.reshape(BY_THREAD), 1), 2)
     by_row = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_sum.type.layout), assert_trivial=True), 1)
     b_l = gl.convert_layout(b_l, b_sum.type.layout, assert_trivial=True) * by_row + b_sum

@@ -158,48 +158,6 @@ def scored(b_s, scale, i_b, i_h, q, kv, score, SCORE: gl.constexpr):
     return b_s
 
 
-# -- exp2 ------------------------------------------------------------------------------------------------------------
-# A multiprocessor has 16 special functions a cycle for exp2, tanh and their like. A score that needs them too (softcap) keeps that unit as busy as
-# the products are, so one exp2 of EVERY is made of multiplications and additions: x = j + f with |f| <= 1/2, 2^f by a polynomial
-# (relative error 7.5e-5), 2^j by its exponent bits. -inf gives 0, NaN gives NaN.
-
-EVERY = gl.constexpr(4)
-
-
-@gluon.constexpr_function
-def exp2_text(every):
-    special = [f"ex2.approx.ftz.f32 ${n}, ${every + n};" for n in range(every - 1)]
-    made = f"""
-        {{ .reg .f32 x, t, p, e; .reg .b32 bits;
-        max.NaN.f32 x, ${2 * every - 1}, 0fC2FE0000;
-        add.rn.f32 t, x, 0f4B400000;
-        mov.b32 bits, t;
-        sub.rn.f32 t, t, 0f4B400000;
-        sub.rn.f32 x, x, t;
-        fma.rn.f32 p, x, 0f3D61FBB0, 0f3E786F0D;
-        fma.rn.f32 p, p, x, 0f3F31798D;
-        fma.rn.f32 p, p, x, 0f3F7FFB49;
-        shl.b32 bits, bits, 23;
-        add.s32 bits, bits, 0x3F800000;
-        mov.b32 e, bits;
-        mul.rn.f32 ${every - 1}, p, e; }}"""
-    return "\n".join(special) + made
-
-
-@gluon.constexpr_function
-def exp2_operands(every):
-    return ",".join(["=&f"] * every + ["f"] * every)
-
-
-@gluon.jit
-def exp2(b_x, RELIEVED: gl.constexpr):
-    """2^x for x up to 0 or little more. RELIEVED: not all by the unit for special functions."""
-    if RELIEVED:
-        return gl.inline_asm_elementwise(exp2_text(EVERY), exp2_operands(EVERY), [b_x], dtype=gl.float32, is_pure=True, pack=EVERY)
-    else:
-        return gl.exp2(b_x)
-
-
 # -- stencils (see stencils.py) --------------------------------------------------------------------------------------
 
 

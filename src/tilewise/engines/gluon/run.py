@@ -22,7 +22,7 @@ from tilewise.engines.triton.run import dropout_arguments, mask_is_inside, prepa
 from tilewise.problem import Problem
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
-LARGEST_SUMS = 256 * 2**20  # bytes: a backward whose sums of dQ would take more goes in parts
+LARGEST_SUMS = 128 * 2**20  # bytes: a backward whose sums of dQ would take more goes in parts
 _counters: dict[tuple[int, int], Tensor] = {}
 
 

@@ -25,7 +25,7 @@ TABLES = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 128, 8, 3), 256: Config(128, 64, 8, 2), 512: Config(64, 32, 8, 2)},
     "keys": {64: Config(64, 64, 4, 3), 128: Config(32, 128, 8, 3), 256: Config(64, 64, 8, 2), 512: Config(16, 32, 8, 1)},
     "queries": {64: Config(64, 128, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3), 512: Config(32, 16, 8, 1)},
-    "decode": {64: Config(16, 128, 4, 3), 128: Config(16, 64, 4, 4), 256: Config(16, 32, 4, 3), 512: Config(16, 16, 4, 2)},
+    "decode": {64: Config(16, 128, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 3), 512: Config(16, 16, 4, 2)},
 }
 SPARSE = 0.25  # maps of which less is computed have a large share of partial tiles: smaller ones waste less
 TABLES["sparse"] = TABLES["forward"] | {128: Config(64, 64, 4, 3)}

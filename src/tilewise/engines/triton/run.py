@@ -18,7 +18,7 @@ from tilewise.engines.triton.walks import column_tiles, row_tiles
 from tilewise.problem import Problem
 
 DECODE_ROWS, DECODE_KEYS = 64, 32  # decoding: at most so many packed rows, at least so many keys per query
-PROGRAMS_PER_PROCESSOR, TILES_PER_SPLIT, MOST_SPLITS, FEW_PROCESSORS = 4, 4, 128, 4
+PROGRAMS_PER_PROCESSOR, LEAST_SPLITS, TILES_PER_SPLIT, MOST_SPLITS, FEW_PROCESSORS = 2, 2, 4, 128, 4
 
 
 def forward(p: Problem) -> Output:
@@ -313,11 +313,11 @@ def is_decoding(p: Problem) -> bool:
 
 
 def split_count(p: Problem) -> int:
-    """Enough programs to fill the GPU a few times over, each with a few key tiles at least."""
+    """As many programs as run at a time, each with a few key tiles at least; but one of a (batch, head) alone would end late."""
     tiles = -(-p.kv_len // choose("decode", p).n)
     processors = torch.cuda.get_device_properties(p.device).multi_processor_count if p.device.type == "cuda" else FEW_PROCESSORS
     wanted = -(-PROGRAMS_PER_PROCESSOR * processors // (p.batch * p.kv_heads))
-    return max(1, min(wanted, tiles // TILES_PER_SPLIT, MOST_SPLITS))
+    return max(1, min(max(wanted, LEAST_SPLITS), tiles // TILES_PER_SPLIT, MOST_SPLITS))
 
 
 def _nothing_to_attend(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> Output:
