@@ -151,7 +151,7 @@ def loader(args, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr):
     for g in range(ratio):
         i_h = i_hk * ratio + g
         if MAPPED:
-            # Read here, not ahead: Triton 3.6 loses all but the first result of a call that a loop hands to its next round.
+            # Read here, not a round ahead: Triton 3.6 takes a number for constant that a loop hands to its next round only for bounds of loops inside.
             stencil, full_run, masked_run, end = runs_of(tiles, row + g * s_tiles[1])
             for run in range(masked_run, end):
                 start = uniform(gl.load(tiles[4] + run))
