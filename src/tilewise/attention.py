@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import calls, order, packing
-from tilewise.dispatch import Request, check_name, log, must_choose, observers, requested_backend, tell_observers
-from tilewise.engines import Output, arguments, engine_named, is_plain, run_directly
+from tilewise.dispatch import Request, check_name, is_logged, log, must_choose, observers, requested_backend, tell_observers
+from tilewise.engines import AGAIN, Output, arguments, engine_named, is_plain, run_directly
 from tilewise.engines.native import NativeEngine
 from tilewise.errors import BackendError, InputError
 from tilewise.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
@@ -86,6 +86,11 @@ def run(
     seen = calls.sight(query, key, value, mask, score, options, name, needs_lse)
     known = None if seen is None else calls.find(seen)
     if seen is not None and known is not None:
+        again = known.problem.memory.get(AGAIN)
+        if again is not None and not observers and not is_logged() and not calls.trains(known, seen, query, key, value):
+            output = again(query, key, value)
+            if output is not None:
+                return output
         problem, engine, choice, mask_name = calls.restored(known, seen, query, key, value, options), known.engine, known.choice, known.mask_name
     else:
         check_name(name, source)

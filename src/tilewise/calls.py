@@ -202,6 +202,14 @@ def restored(known: Known, seen: Sight, query: Tensor, key: Tensor, value: Tenso
     )  # fmt: skip
 
 
+def trains(known: Known, seen: Sight, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether anything of such a call, which has no sinks, wants a gradient."""
+    if not torch.is_grad_enabled():
+        return False
+    captures = [seen.held[n] for n in known.score] if known.score else []
+    return query.requires_grad or key.requires_grad or value.requires_grad or any([t.requires_grad for t in captures])
+
+
 def _with(call: Call | None, places: tuple[int, ...], held: tuple[Any, ...]) -> Call | None:
     return call if not places or call is None else Call(call.program, tuple([held[n] for n in places]), call.ints, call.floats)
 

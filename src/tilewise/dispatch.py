@@ -199,8 +199,12 @@ def refusal(choice: Choice, request: Request, problem: Problem) -> str:
     return f"backend {request.backend!r} (from {request.source}) cannot serve {problem.describe()}. {reasons}"
 
 
+def is_logged() -> bool:
+    return logger.isEnabledFor(logging.INFO)
+
+
 def log(choice: Choice, problem: Problem, mask_name: str) -> None:
-    if torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
+    if torch.compiler.is_compiling() or not is_logged():
         return
     assert choice.engine is not None
     skipped = "; ".join(f"{v.engine} ({v.reason})" for v in choice.verdicts if v.reason is not None)

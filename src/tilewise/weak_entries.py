@@ -32,10 +32,11 @@ class WeakEntries(Generic[Value]):
         entry = self._entries.get(key)
         if entry is None or not all([ref() is thing for ref, thing in zip(entry.made_of, made_of, strict=True)]):
             return None
-        try:  # noqa: SIM105  (every call comes here, and this costs nothing)
-            self._entries.move_to_end(key)
-        except KeyError:  # another thread has just dropped it
-            pass
+        if 2 * len(self._entries) > self._most:  # only then the order matters
+            try:  # noqa: SIM105  (every call comes here, and this costs nothing)
+                self._entries.move_to_end(key)
+            except KeyError:  # another thread has just dropped it
+                pass
         value: Value = entry.value
         return value
 

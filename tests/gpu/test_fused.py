@@ -1,5 +1,6 @@
 """What only a GPU can tell of the fused engines."""
 
+import sys
 import threading
 from typing import Any
 
@@ -287,3 +288,32 @@ def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: 
     for a, b in zip(gradients(), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     assert len(parts) == count
+
+
+@fused
+def test_a_call_like_an_earlier_one_takes_the_short_way(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = torch.tensor(90, device="cuda")  # a mask that holds a tensor takes the long way: its map depends on the contents
+    ways: dict[str, Any] = {"plain": {}, "causal": {"mask": masks.causal}, "a function": {"mask": lambda b, h, q, kv: q - kv < 100}}
+    held = {"mask": lambda b, h, q, kv: q - kv < window}
+    call = lambda inputs, options: tw.attention(*inputs, backend=engine, **options)  # noqa: E731
+    first, second = ([t.detach() for t in tensors(2, 2, 300, 64)] for _ in range(2))
+    wanted = {name: call(second, options) for name, options in ways.items()}
+    calls: list[Any] = []
+    attention = sys.modules["tilewise.attention"]
+    long_way = attention.run_directly
+    monkeypatch.setattr(attention, "run_directly", lambda *given: calls.append(given) or long_way(*given))
+    for name, options in ways.items():
+        call(first, options)
+        assert torch.equal(call(second, options), wanted[name]) and not calls
+        other = torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            out = call(second, options)
+        torch.cuda.current_stream().wait_stream(other)
+        assert torch.equal(out, wanted[name]) and not calls
+    before = call(second, held)
+    window += 200
+    assert not torch.equal(call(second, held), before) and len(calls) == 2
+    trained = [t.detach().requires_grad_() for t in second]
+    assert torch.equal(call(trained, ways["causal"]), wanted["causal"]) and len(calls) == 3
+    assert call(trained, ways["causal"]).requires_grad

@@ -1,6 +1,7 @@
 """What an engine is: it refuses with a reason, or computes the forward and the backward of a problem."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ class Output(NamedTuple):
     out: Tensor
     lse: Tensor
     highest: Tensor
+
+
+AGAIN = "again"  # where a problem's memory has a short way, if its engine has left one
+Again = Callable[[Tensor, Tensor, Tensor], Output | None]  # the forward of query, key and value like the problem's; None: take the long way
 
 
 @dataclass

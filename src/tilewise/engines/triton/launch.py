@@ -91,15 +91,19 @@ class Prepared:
         self._kernel = kernel
         self._programs = launch.programs
         self._image = kernel.image(*own_tensors(launch.own), rest)
-        self._device = device
+        self.device = device
         self._kept = [t for name, v in launch.rest.items() if name in MAPS for t in v if t is not None]  # addresses of these are among the arguments
         self._streams: set[int] = set()
 
     def start(self, own: dict[str, Any]) -> None:
-        stream = current_stream(self._device)
+        self.start_with(*own_tensors(own))
+
+    def start_with(self, described: list[Tensor], addresses: list[int]) -> None:
+        """The same for own tensors in order: those the copy engine brings, and the addresses of the others."""
+        stream = current_stream(self.device)
         if self._kept and (stream not in self._streams or torch.cuda.is_current_stream_capturing()):
             self._used_on(stream)
-        self._kernel.start(self._programs, stream, self._image, *own_tensors(own))
+        self._kernel.start(self._programs, stream, self._image, described, addresses)
 
     def _used_on(self, stream: int) -> None:
         """A map may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it. One that is
@@ -108,7 +112,7 @@ class Prepared:
             _captured.append(self._kept)
             return
         for t in self._kept:
-            t.record_stream(torch.cuda.current_stream(self._device))
+            t.record_stream(torch.cuda.current_stream(self.device))
         self._streams.add(stream)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Gradients, Output, like_query
+from tilewise.engines.base import AGAIN, Again, Gradients, Output, like_query
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import fixed_point, interpreted, tuning
 from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
@@ -33,8 +33,33 @@ def forward(p: Problem) -> Output:
         own = {
             "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks, "p_seed": seed_of(p),
         }  # fmt: skip
-        prepared(p, ("forward",), True, lambda: fitted(p, (forward_kind(p),), lambda c: forward_launch(p, own, *c))).start(own)
+        ready = prepared(p, ("forward",), True, lambda: fitted(p, (forward_kind(p),), lambda c: forward_launch(p, own, *c)))
+        ready.start(own)
+        if AGAIN not in p.memory:
+            p.memory[AGAIN] = _again(p, ready)
     return Output(out, lse, highest)
+
+
+def repeatable(p: Problem) -> bool:
+    """Whether calls like this one differ in query, key and value alone, and nothing has to be looked up again for them."""
+    return p.sinks is None and p.dropout_p == 0 and p.grid is None and (p.mask is None or not p.mask.captures)
+
+
+def _again(p: Problem, ready: Prepared | Interpreted) -> Again | None:
+    if not isinstance(ready, Prepared) or not repeatable(p):
+        return None
+    v_dim, state = p.v_dim, tuning.state()
+
+    def again(query: Tensor, key: Tensor, value: Tensor) -> Output | None:
+        if torch.cuda.current_device() != ready.device or tuning.state() != state:
+            return None
+        out = like_query(query, v_dim)
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        highest = torch.empty_like(lse)
+        ready.start_with([], [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), lse.data_ptr(), highest.data_ptr()])
+        return Output(out, lse, highest)
+
+    return again
 
 
 def _decode(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> None:
