@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -291,18 +291,20 @@ def host(args: argparse.Namespace) -> list[list[str]]:
     q, k, v = (t.detach() for t in tensors(1, 2, 128, 64))
     inputs = tensors(1, 2, 128, 64)
     function: Any = lambda b, h, i, j: i >= j  # noqa: E731
-    ours = tilewise.attention(*inputs, mask=masks.causal, backend=args.engines[0])
     theirs = functional.scaled_dot_product_attention(*inputs)
     flex = torch_flex(function, None, 128)
     work: dict[str, Callable[[], Any]] = {
         "SDPA": lambda: functional.scaled_dot_product_attention(q, k, v),
-        "tilewise": lambda: tilewise.attention(q, k, v, backend=args.engines[0]),
-        "tilewise, a mask": lambda: tilewise.attention(q, k, v, mask=masks.causal, backend=args.engines[0]),
-        "tilewise, a function": lambda: tilewise.attention(q, k, v, mask=function, backend=args.engines[0]),
         "torch flex": lambda: flex(q, k, v),
         "SDPA, backward": lambda: torch.autograd.grad(theirs, inputs, theirs, retain_graph=True),
-        "tilewise, backward": lambda: torch.autograd.grad(ours, inputs, ours, retain_graph=True),
     }
+    for engine in args.engines:
+        name, call = f"tilewise {engine}", partial(tilewise.attention, q, k, v, backend=engine)
+        ours = tilewise.attention(*inputs, mask=masks.causal, backend=engine)
+        work[name] = call
+        work[f"{name}, a mask"] = partial(call, mask=masks.causal)
+        work[f"{name}, a function"] = partial(call, mask=function)
+        work[f"{name}, backward"] = partial(torch.autograd.grad, ours, inputs, ours, retain_graph=True)
     table = [["host time of a tiny call", "microseconds"]]
     for name, call in work.items():
         table.append([name, f"{min(handed_over(call) for _ in range(20)):.0f}"])
@@ -424,6 +426,7 @@ def cold_seconds(name: str, folder: str) -> float:
     for variable in ("TILEWISE_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[variable] = str(Path(folder) / variable.lower())
     inputs = tensors(1, 16, 4096, 128)
+    torch.autograd.grad(inputs[0].sum(), inputs[0], torch.ones((), device="cuda", dtype=torch.bfloat16))  # torch's own imports for gradients
     mask: Any = lambda b, h, q, kv: (q >= kv) & ((q - kv < 700) | (kv % 64 < 3))  # noqa: E731
     score: Any = lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0) - 0.01 * (q - kv)  # noqa: E731
     torch.cuda.synchronize()
