@@ -15,7 +15,7 @@ from tilewise.engines.gluon.maps import Walk, backward_side, forward_side, too_m
 from tilewise.engines.gluon.patches import as_boxes, box, in_strips, width
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.config import padded
-from tilewise.engines.triton.driver import current_stream
+from tilewise.engines.triton.driver import current_stream, is_capturing
 from tilewise.engines.triton.launch import Described, Interpreted, Launch, Prepared, prepare
 from tilewise.engines.triton.mods import mask_of, mod_arguments, scales, score_of, slope_of
 from tilewise.engines.triton.run import dropout_arguments, mask_is_inside, prepared, seed_of, shape_arguments, strides
@@ -141,10 +141,11 @@ def _ready(p: Problem, name: tuple[Any, ...], launch: Callable[[], Launch]) -> P
 def counter(device: torch.device) -> Tensor:
     """The number that programs draw their work from: 0 before and after every launch. Launches of one stream take turns with one;
     a captured one brings its own, which is set to 0 within its graph."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    key = (index, current_stream(index))
+    stream = current_stream(index)
+    if is_capturing(stream):
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (index, stream)
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -171,6 +171,11 @@ class Image(NamedTuple):
     pointers: struct.Struct
 
 
+def is_capturing(stream: int) -> bool:
+    """Whether what is started on the current stream goes into a CUDA graph. The default stream cannot be captured, and asking takes long."""
+    return stream != 0 and torch.cuda.is_current_stream_capturing()
+
+
 def current_stream(device: int) -> int:
     """The stream's handle, the quick way that torch's own compiler takes."""
     return torch._C._cuda_getCurrentRawStream(device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise import store
 from tilewise._version import __version__
 from tilewise.engines.triton import builds, interpreted
-from tilewise.engines.triton.driver import Box, Kernel, OutOfSharedMemory, current_stream, enter_context
+from tilewise.engines.triton.driver import Box, Kernel, OutOfSharedMemory, current_stream, enter_context, is_capturing
 from tilewise.engines.triton.modules import Generated
 
 POINTER = {
@@ -101,14 +101,14 @@ class Prepared:
     def start_with(self, described: list[Tensor], addresses: list[int]) -> None:
         """The same for own tensors in order: those the copy engine brings, and the addresses of the others."""
         stream = current_stream(self.device)
-        if self._kept and (stream not in self._streams or torch.cuda.is_current_stream_capturing()):
+        if self._kept and (stream not in self._streams or is_capturing(stream)):
             self._used_on(stream)
         self._kernel.start(self._programs, stream, self._image, described, addresses)
 
     def _used_on(self, stream: int) -> None:
         """A map may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it. One that is
         captured in a graph stays: nobody tells when the graph goes."""
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(stream):
             _captured.append(self._kept)
             return
         for t in self._kept:
