@@ -76,7 +76,10 @@ def with_cut_tiles(full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:
 def _kernel_tiles(full: Runs, cut: Runs, partial: Runs, count: int, g: Geometry) -> KernelTiles:
     offsets, start, size = interleaved((full, cut, partial))
     strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
-    return KernelTiles(count, True, (_longest_first(offsets[::3], size, count), offsets, start, size), strides_in_rows)
+    tiles = KernelTiles(count, True, (_longest_first(offsets[::3], size, count), offsets, start, size), strides_in_rows)
+    if offsets.device.type == "cuda":
+        torch.cuda.current_stream(offsets.device).synchronize()  # other streams may be the next to use it
+    return tiles
 
 
 def interleaved(kinds: tuple[Runs, Runs, Runs]) -> tuple[Tensor, Tensor, Tensor]:
