@@ -1,6 +1,7 @@
 """The Hopper kernels compiled without a GPU: every variant, and what the compiler made of their loops."""
 
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -108,3 +109,30 @@ def test_masks_share_the_large_kernels() -> None:
 
     shared = {request.kernel for request in requests(masks.causal) & requests(lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3)}  # type: ignore[attr-defined]
     assert shared == {"hopper_forward", "prepare_backward", "hopper_backward"}
+
+
+def test_a_table_of_distances_costs_loads_alone() -> None:
+    """Where all places lie before the end, what the compiler knows of them is part of the loads' instructions: a thread's 64 have two addresses."""
+    from tilewise.engines.gluon import ahead
+
+    table = torch.empty(4, 2 * 512 - 1, device="meta")
+    p = problem(128, mask=masks.causal, score=lambda s, b, h, q, kv: s + table[h, q - kv + 511])
+    code = machine_code(ahead.forward_launches(p)[0]()[0], 90)
+    loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
+    assert len(loops) == 2
+    for body in loops:
+        bases = Counter(re.findall(r"LDG\.\S+ R\d+, \S*\[(R\d+)\.64", body))
+        assert sum([count for _, count in bases.most_common(2)]) >= 60, bases
+
+
+def test_patches_keep_the_loop_in_order() -> None:
+    from tilewise.engines.gluon import ahead
+    from tilewise.engines.gluon.patches import width
+
+    query = torch.empty(1, 2, 128 * 128, 128, dtype=torch.bfloat16, device="meta")
+    p = make_problem(query, query, query, masks.neighborhood((128, 128), 13), None, Options())[0]
+    assert width(p) == 128
+    for launches, kernel in ((ahead.forward_launches(p), 0), (ahead.backward_launches(p), 1)):
+        code = machine_code(launches[kernel]()[0], 90)
+        loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
+        assert len(loops) == 2 and all([spills(body) == 0 for body in loops])
