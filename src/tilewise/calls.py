@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -57,11 +59,12 @@ class Known(NamedTuple):
 
 
 _calls: WeakEntries[Known] = WeakEntries(MOST_CALLS)
+_kinds: dict[torch.device, str] = {}
 
 
 def sight(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool) -> Sight | None:
     """What a call is known by; None if it cannot be."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None:
         return None
     device, dtype = query.device, query.dtype
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN) or forward_ad._current_level >= 0:
@@ -71,7 +74,8 @@ def sight(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opti
     shape, kv_shape = query.shape, key.shape
     if len(shape) != 4 or shape[0] != kv_shape[0]:
         return None
-    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is not dtype:
+    kind = _kinds.get(device) or _kinds.setdefault(device, device.type)  # to ask a device for its type takes longer
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not dtype:
         return None
     known: tuple[Any, ...] = (
         backend, needs_lse, device, dtype, options[:5], options.seed is None, torch.are_deterministic_algorithms_enabled(),

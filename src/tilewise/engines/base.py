@@ -82,6 +82,13 @@ def like_query(query: Tensor, v_dim: int) -> Tensor:
     return out.permute([order.index(d) for d in range(4)])
 
 
+def like_rows(query: Tensor) -> Tensor:
+    """A (B, H, Sq) tensor of one number, to make float32 tensors of that shape from: the quickest way."""
+    rows = torch.zeros((), dtype=torch.float32, device=query.device).expand(query.shape[:3])
+    assert torch.empty_like(rows).is_contiguous()
+    return rows
+
+
 def on_boundaries(t: Tensor) -> bool:
     """Whether rows of consecutive elements begin on 16 bytes, as copies of 16 bytes need it. torch.compile knows no addresses: there, they are taken
     to be good, and an engine has to look again when it runs."""

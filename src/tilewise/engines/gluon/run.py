@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import AGAIN, Again, Gradients, Output, like_query
+from tilewise.engines.base import AGAIN, Again, Gradients, Output, like_query, like_rows
 from tilewise.engines.gluon import describable, refuse_backward
 from tilewise.engines.gluon.config import ROWS, backward_cut, backward_tile, forward_cut, forward_tile
 from tilewise.engines.gluon.maps import Walk, backward_side, forward_side, too_many_stencils, walk
@@ -47,15 +47,14 @@ def forward(p: Problem) -> Output:
 def _again(p: Problem, kernel: Prepared | Interpreted, mend: Prepared | Interpreted) -> Again | None:
     if not isinstance(kernel, Prepared) or not isinstance(mend, Prepared) or not triton_run.repeatable(p):
         return None
-    v_dim = p.v_dim
+    v_dim, like = p.v_dim, like_rows(p.query)
 
     def again(query: Tensor, key: Tensor, value: Tensor) -> Output | None:
         device = query.device
         if torch.cuda.current_device() != kernel.device:
             return None
         out = like_query(query, v_dim)
-        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=device)
-        highest = torch.empty_like(lse)
+        lse, highest = torch.empty_like(like), torch.empty_like(like)
         rows, number = [lse.data_ptr(), highest.data_ptr()], counter(device)
         kernel.start_with([query, key, value, out], [*rows, number.data_ptr()])
         mend.start_with([], [query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), *rows])

@@ -130,6 +130,8 @@ class Kernel:
         self._maps_at = [place for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]
         self._buffer = ctypes.create_string_buffer(self._size + MAP_ALIGNMENT)
         self._address = aligned_address(self._buffer)
+        self._offset = self._address - ctypes.addressof(self._buffer)
+        self._in_place: Image | None = None  # whose arguments the buffer holds
         self._parameters = (ctypes.c_void_p * len(self._places))(*[self._address + place for place in self._places])
         self._lock = threading.Lock()  # the driver copies the buffer while it starts a kernel, not later
 
@@ -152,10 +154,11 @@ class Kernel:
 
     def start(self, programs: int, stream: int, image: "Image", described: list[Tensor], addresses: list[int]) -> None:
         with self._lock:
-            ctypes.memmove(self._address, image.raw, len(image.raw))
+            if self._in_place is not image:
+                ctypes.memmove(self._address, image.raw, len(image.raw))
+                self._in_place = image
             if addresses:
-                own = image.pointers.pack(*addresses)
-                ctypes.memmove(self._address + image.pointers_at, own, len(own))
+                image.pointers.pack_into(self._buffer, self._offset + image.pointers_at, *addresses)
             for place, t in zip(self._maps_at, described, strict=True):
                 check(replace_address()(self._address + place, t.data_ptr()), "setting a tensor's address")
             code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None)
