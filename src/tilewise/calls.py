@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from tilewise.dispatch import Choice
-from tilewise.engines import Engine
+from tilewise.engines import AGAIN, Engine
 from tilewise.lang import Call
 from tilewise.masks import Mask
 from tilewise.plan import maps
@@ -176,10 +176,11 @@ def remember(seen: Sight, engine: Engine, problem: Problem, choice: Choice, mask
     """Keep what was found out, if the problem holds nothing but what the call showed."""
     places = {id(t): n for n, t in enumerate(seen.held)}
     calls = [c for c in (problem.mask, problem.score) if c is not None]
-    inner = [t for c in calls for t in c.captures] if problem.tiles is None else [t for c in calls[1:] for t in c.captures]
+    inner = [t for c in calls if problem.tiles is None or c is problem.score for t in c.captures]  # a given map has its mask's
     owned = [*inner, *[t for t in (problem.sinks, problem.tiles) if t is not None]]
     if any([id(t) not in places for t in owned]) or not all([c.repeatable for c in calls]):
         return
+    problem.memory[AGAIN] = None  # to be left there by an engine that can
     bare = problem.with_tensors(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
     known = Known(
         engine, bare, choice, mask_name,

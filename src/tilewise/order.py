@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.engines import Engine, Output
+from tilewise.engines import Engine, Output, is_plain
 from tilewise.lang import Call, Program, in_patches
 from tilewise.masks import Grid
 from tilewise.problem import Problem
@@ -109,7 +109,7 @@ def ordering(engine: Engine, problem: Problem) -> Ordering:
         return Ordering(None, "the grid has one axis")
     if not p.q_len == p.kv_len == prod(grid.shape):
         return Ordering(None, f"the grid has {prod(grid.shape)} points, the call {p.q_len} queries and {p.kv_len} keys")
-    own = engine.own_strips(p)
+    own = engine.own_strips(p) if is_plain(p) else None  # the operator knows nothing of grids
     if own is not None:
         return Ordering(Order(grid.shape, own), f"strips of {'x'.join(map(str, own))} are read from where they lie", copied=False)
     if p.dropout_p > 0:

@@ -57,6 +57,8 @@ class MapCache:
         if found is not None:
             return TileMap(found.geometry, found.partial, found.full, mask, given=given, derived=found.derived)
         made = make()
+        if made.device.type == "cuda":
+            torch.cuda.current_stream(made.device).synchronize()  # other threads, on other streams, may find it from here on
         self._maps.keep(key, tensors, _Kept(made.geometry, made.partial, made.full, made.derived))
         return made
 

@@ -13,6 +13,8 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import calls, masks, scores
 from tilewise.plan import maps
+from tilewise.tiles import Geometry, TileMap
+from tilewise.tiles.runs import from_dense
 from tilewise.weak_entries import WeakEntries
 
 window = 3  # a global that a mask looks at
@@ -208,3 +210,47 @@ def test_old_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in range(10, 30):
         attend(tensors(length), is_causal=True)
     assert len(calls._calls) <= 4
+
+
+def test_a_score_whose_tensor_moves_to_the_query_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bare tiles there is no mask to look at, only the score."""
+    from tilewise import problem
+    from tilewise.lang import Call
+
+    def moved(call: Call | None, device: torch.device) -> Call | None:
+        return None if call is None else Call(call.program, tuple([t.clone() for t in call.captures]), call.ints, call.floats)
+
+    tiles = torch.tensor([[True, False], [True, True]])
+    bare = TileMap(Geometry(1, 1, 24, 24, (16, 16)), from_dense(tiles & False), from_dense(tiles), None, given=True)
+    bias, x = torch.randn(2), tensors()
+    wanted = attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h])
+    calls.forget()
+    monkeypatch.setattr(problem, "_on_device", moved)
+    assert torch.equal(attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h]), wanted)
+
+
+def test_a_short_way_goes_when_what_it_starts_is_made_anew() -> None:
+    from tilewise.engines.base import AGAIN
+    from tilewise.engines.triton import tuning
+    from tilewise.engines.triton.run import prepared
+    from tilewise.problem import Options, make_problem
+
+    p = make_problem(*tensors(), None, None, Options())[0]
+    prepared(p, ("kernel",), False, lambda: "first")  # type: ignore[arg-type,return-value]
+    assert AGAIN not in p.memory  # a call that is not remembered has no use for one
+    p.memory[AGAIN] = "short"
+    prepared(p, ("kernel",), False, lambda: "not made")  # type: ignore[arg-type,return-value]
+    assert p.memory[AGAIN] == "short"
+    with tuning.autotuned():
+        prepared(p, ("kernel",), False, lambda: "second")  # type: ignore[arg-type,return-value]
+    assert p.memory[AGAIN] is None
+    attend(tensors(), mask=masks.causal)
+    assert all(entry.value.problem.memory[AGAIN] is None for entry in calls._calls._entries.values())
+
+
+def test_templates_of_rows_make_contiguous_tensors() -> None:
+    from tilewise.engines.base import like_rows
+
+    for shape in ((2, 3, 5, 8), (1, 1, 1, 8), (3, 1, 7, 8), (2, 4, 1, 8)):
+        rows = torch.empty_like(like_rows(torch.empty(shape, dtype=torch.bfloat16)))
+        assert rows.shape == shape[:3] and rows.is_contiguous() and rows.dtype == torch.float32

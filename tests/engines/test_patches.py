@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 
-from tilewise import masks
+from tilewise import masks, order
 from tilewise.engines.gluon import GluonEngine
 from tilewise.engines.gluon.patches import HEIGHT, as_boxes, box, in_strips, width
 from tilewise.lang import evaluate
@@ -38,13 +38,13 @@ def test_a_box_holds_consecutive_tokens_of_a_strip(shape: tuple[int, int], token
 
 def test_the_mask_is_that_of_the_tokens_in_strips() -> None:
     p = problem((128, 128))
-    order = Order((128, 128), (HEIGHT,)).arranged(torch.arange(128 * 128).view(1, 1, -1, 1), 2).flatten()
+    tokens = Order((128, 128), (HEIGHT,)).arranged(torch.arange(128 * 128).view(1, 1, -1, 1), 2).flatten()
     strips = in_strips(p)
     assert p.mask is not None and strips.mask is not None and strips is not p
     q, kv = torch.randint(128 * 128, (2, 4000), generator=torch.Generator().manual_seed(1))
     b = h = torch.zeros_like(q)
     found = evaluate(strips.mask, {"b": b, "h": h, "q": q, "kv": kv})
-    assert torch.equal(found, evaluate(p.mask, {"b": b, "h": h, "q": order[q], "kv": order[kv]}))
+    assert torch.equal(found, evaluate(p.mask, {"b": b, "h": h, "q": tokens[q], "kv": tokens[kv]}))
 
 
 def test_tensors_stay_where_they_are() -> None:
@@ -54,6 +54,19 @@ def test_tensors_stay_where_they_are() -> None:
     assert in_strips(strips) is strips
     said = ordering(GluonEngine(), p)
     assert not said.copied and said.order == Order((128, 128), (8,))
+
+
+def test_what_others_compute_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that the Triton engine's kernels compute, and calls that go through torch's operator, which knows of no grid."""
+    p = problem((128, 128), 21, deterministic=True)
+    assert not ordering(GluonEngine(), p).copied  # nobody wants a gradient
+    p.query.requires_grad_()
+    assert ordering(GluonEngine(), p) == ordering(GluonEngine(), p)._replace(copied=True)
+    p = problem((128, 128), 21)
+    p.query.requires_grad_()
+    assert not ordering(GluonEngine(), p).copied
+    monkeypatch.setattr(order, "is_plain", lambda problem: False)
+    assert ordering(GluonEngine(), p).copied
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def both(p_whole, p_parts, p_score, h, m0, n0, n_q, n_kv, score, WHOLE: tl.const
     place = o_row * TILE + o_column
     b_s = tl.load(p_score + place)
     q, kv = m0 + o_row, n0 + o_column
-    b_whole = WHOLE(b_s, 0, h, q, kv, score[0], score[1], score[2], score[3])
+    b_whole = WHOLE(b_s, 0, h, tl.minimum(q, n_q - 1), tl.minimum(kv, n_kv - 1), score[0], score[1], score[2], score[3])
     queries, keys = (q, q & 0, m0 + TILE <= n_q), (n0 + (o_column & 6), o_column & ~6, n0 + TILE <= n_kv)
     b_parts = PARTS(b_s, 0, h, queries, keys, score[0], score[1], score[2], score[3])
     tl.store(p_whole + place, b_whole + b_s * 0)

@@ -19,7 +19,7 @@ class Output(NamedTuple):
     highest: Tensor
 
 
-AGAIN = "again"  # where a problem's memory has a short way, if its engine has left one
+AGAIN = "again"  # where the memory of a remembered call has a short way, or None as long as its engine has left none
 Again = Callable[[Tensor, Tensor, Tensor], Output | None]  # the forward of query, key and value like the problem's; None: take the long way
 
 
@@ -83,10 +83,8 @@ def like_query(query: Tensor, v_dim: int) -> Tensor:
 
 
 def like_rows(query: Tensor) -> Tensor:
-    """A (B, H, Sq) tensor of one number, to make float32 tensors of that shape from: the quickest way."""
-    rows = torch.zeros((), dtype=torch.float32, device=query.device).expand(query.shape[:3])
-    assert torch.empty_like(rows).is_contiguous()
-    return rows
+    """A (B, H, Sq) tensor of one number, to make contiguous float32 tensors of that shape from: the quickest way."""
+    return torch.empty((), dtype=torch.float32, device=query.device).expand(query.shape[:3])
 
 
 def on_boundaries(t: Tensor) -> bool:

@@ -48,7 +48,13 @@ class GluonEngine(KernelEngine):
         return forward_tile(forward_cut(problem))
 
     def own_strips(self, problem: Problem) -> tuple[int, ...] | None:
-        return None if width(problem) is None else (HEIGHT,)
+        p = problem
+        if width(p) is None or _too_many_stencils(p):
+            return None
+        wanted = torch.is_grad_enabled() and (bool(p.learned) or any([t.requires_grad for t in (p.query, p.key, p.value)]))
+        if wanted and refuse_backward(p, bool(p.learned)) is not None:  # the Triton engine's backward reads tokens as they come
+            return None
+        return (HEIGHT,)
 
     def kernels(self) -> Any:
         return _run()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.gluon.config import backward_cut, backward_tile, forward_cut, forward_tile
+from tilewise.engines.gluon.patches import in_strips
 from tilewise.engines.triton.config import Config
 from tilewise.engines.triton.launch import Launch, prepare
 from tilewise.engines.triton.looking import kernel_map
@@ -69,6 +70,7 @@ def backward_side(p: Problem) -> Side:
 
 def too_many_stencils(p: Problem) -> bool:
     """Whether a mask decides in so many tiles that its bits would be large. Those of the backward take up to twice as much."""
+    p = in_strips(p)
     if p.mask is None:
         return False
     uses = p.mask.program.uses

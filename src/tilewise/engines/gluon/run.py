@@ -39,13 +39,13 @@ def forward(p: Problem) -> Output:
     mended = mend_own(p, output)
     mend = _ready(p, ("mend forward",), lambda: mend_forward_launch(p, mended))
     mend.start(mended)
-    if AGAIN not in p.memory:
+    if triton_run.wants_again(p):
         p.memory[AGAIN] = _again(p, kernel, mend)
     return output
 
 
 def _again(p: Problem, kernel: Prepared | Interpreted, mend: Prepared | Interpreted) -> Again | None:
-    if not isinstance(kernel, Prepared) or not isinstance(mend, Prepared) or not triton_run.repeatable(p):
+    if not isinstance(kernel, Prepared) or not isinstance(mend, Prepared):
         return None
     v_dim, like = p.v_dim, like_rows(p.query)
 

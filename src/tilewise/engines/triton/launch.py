@@ -100,6 +100,7 @@ class Prepared:
 
     def start_with(self, described: list[Tensor], addresses: list[int]) -> None:
         """The same for own tensors in order: those the copy engine brings, and the addresses of the others."""
+        enter_context(self.device)  # this may be a thread's first call
         stream = current_stream(self.device)
         if self._kept and (stream not in self._streams or is_capturing(stream)):
             self._used_on(stream)

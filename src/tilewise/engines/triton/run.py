@@ -35,18 +35,19 @@ def forward(p: Problem) -> Output:
         }  # fmt: skip
         ready = prepared(p, ("forward",), True, lambda: fitted(p, (forward_kind(p),), lambda c: forward_launch(p, own, *c)))
         ready.start(own)
-        if AGAIN not in p.memory:
+        if wants_again(p):
             p.memory[AGAIN] = _again(p, ready)
     return Output(out, lse, highest)
 
 
-def repeatable(p: Problem) -> bool:
-    """Whether calls like this one differ in query, key and value alone, and nothing has to be looked up again for them."""
-    return p.sinks is None and p.dropout_p == 0 and p.grid is None and (p.mask is None or not p.mask.captures)
+def wants_again(p: Problem) -> bool:
+    """Whether calls like this one will come, differ in query, key and value alone, and nothing has to be looked up again for them."""
+    unknown = AGAIN in p.memory and p.memory[AGAIN] is None
+    return unknown and p.sinks is None and p.dropout_p == 0 and p.grid is None and (p.mask is None or not p.mask.captures)
 
 
 def _again(p: Problem, ready: Prepared | Interpreted) -> Again | None:
-    if not isinstance(ready, Prepared) or not repeatable(p):
+    if not isinstance(ready, Prepared):
         return None
     v_dim, state, rows = p.v_dim, tuning.state(), like_rows(p.query)
 
@@ -161,6 +162,8 @@ def prepared(p: Problem, name: tuple[Any, ...], mapped: bool, make: Callable[[],
     found = p.memory.get(name)
     if found is None or found[1] != state or contents is None:
         found = p.memory[name] = (make(), state)
+        if AGAIN in p.memory:
+            p.memory[AGAIN] = None  # it may start what was ready before
     return found[0]
 
 
