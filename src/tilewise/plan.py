@@ -94,5 +94,6 @@ def map_of(problem: Problem, tile: tuple[int, int], look: Look | None = None) ->
         return maps.cut(given, tile) if divides else given
     if problem.mask is None:
         return None
-    geometry = Geometry(problem.batch, problem.heads, problem.q_len, problem.kv_len, tile)
+    uses = problem.mask.program.uses  # one map serves whatever the mask does not look at
+    geometry = Geometry(problem.batch if "b" in uses else 1, problem.heads if "h" in uses else 1, problem.q_len, problem.kv_len, tile)
     return maps.get(problem.mask, geometry, problem.device, look)

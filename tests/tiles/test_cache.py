@@ -56,6 +56,17 @@ def dense(mask: Any, length: int = LENGTH) -> Tensor:
 # -- what is built once ----------------------------------------------------------------------------------------------
 
 
+def test_batches_and_heads_that_a_mask_does_not_look_at_share_its_map() -> None:
+    by_head = lambda b, h, q, kv: q - kv <= h * 100  # noqa: E731
+
+    def attended(mask: Any, batch: int, heads: int) -> int:
+        x = torch.zeros((batch, heads, LENGTH, 4))
+        return built_during(lambda: tw.attention(x, x, x, mask=mask, backend="blocked"))
+
+    assert [attended(masks.causal, *sizes) for sizes in ((1, 1), (2, 3), (4, 1))] == [1, 0, 0]
+    assert [attended(by_head, *sizes) for sizes in ((1, 2), (3, 2), (1, 4))] == [1, 0, 1]
+
+
 def test_same_mask_is_built_once() -> None:
     mask = masks.causal & masks.document(documents(160, 240, 112))
     assert built_during(lambda: attend(mask)) == 1
