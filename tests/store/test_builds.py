@@ -25,6 +25,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def wait_for_waiting(key: str, count: int) -> None:
+    """Until so many threads wait for a build under way."""
+    wait_for(lambda: len(builds._process.building[key]._condition._waiters) == count)  # type: ignore[attr-defined]
+
+
 # -- once ------------------------------------------------------------------------------------------------------------
 
 
@@ -33,7 +38,7 @@ def test_of_eight_threads_one_builds() -> None:
 
     def build() -> str:
         calls.append(1)
-        time.sleep(0.2)
+        wait_for_waiting("eight", 7)
         return "kernel"
 
     with ThreadPoolExecutor(8) as pool:
@@ -53,7 +58,7 @@ def test_who_waits_gets_the_error_and_who_comes_later_builds_again() -> None:
         first = pool.submit(once, "error", fail)
         begun.wait()
         second = pool.submit(once, "error", lambda: "kernel")
-        time.sleep(0.1)
+        wait_for_waiting("error", 1)
         go_on.set()
         for waiting in (first, second):
             with pytest.raises(ValueError, match="ptxas fell over"):
@@ -73,7 +78,7 @@ def test_who_waits_for_an_interrupted_build_builds_itself() -> None:
         first = pool.submit(once, "interrupted", interrupted)
         begun.wait()
         second = pool.submit(once, "interrupted", lambda: "kernel")
-        time.sleep(0.1)
+        wait_for_waiting("interrupted", 1)
         go_on.set()
         with pytest.raises(KeyboardInterrupt):
             first.result()
