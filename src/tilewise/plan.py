@@ -57,8 +57,7 @@ class MapCache:
         if found is not None:
             return TileMap(found.geometry, found.partial, found.full, mask, given=given, derived=found.derived)
         made = make()
-        if made.device.type == "cuda":
-            torch.cuda.current_stream(made.device).synchronize()  # other threads, on other streams, may find it from here on
+        finish(made.device)
         self._maps.keep(key, tensors, _Kept(made.geometry, made.partial, made.full, made.derived))
         return made
 
@@ -78,6 +77,12 @@ class MapCache:
         self._bytes = 0
         for forget in self.also:
             forget()
+
+
+def finish(device: torch.device) -> None:
+    """What was made on the current stream is there before others, on other streams, can find it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 maps = MapCache(CACHED_MAPS)

@@ -48,11 +48,11 @@ class GluonEngine(KernelEngine):
         return forward_tile(forward_cut(problem))
 
     def own_strips(self, problem: Problem) -> tuple[int, ...] | None:
-        p = problem
-        if width(p) is None or _too_many_stencils(p):
+        if width(problem) is None or _too_many_stencils(problem):
             return None
-        wanted = torch.is_grad_enabled() and (bool(p.learned) or any([t.requires_grad for t in (p.query, p.key, p.value)]))
-        if wanted and refuse_backward(p, bool(p.learned)) is not None:  # the Triton engine's backward reads tokens as they come
+        learns = bool(problem.learned)
+        trains = torch.is_grad_enabled() and (learns or any([t.requires_grad for t in (problem.query, problem.key, problem.value)]))
+        if trains and refuse_backward(problem, learns) is not None:  # the Triton engine's backward reads tokens as they come
             return None
         return (HEIGHT,)
 

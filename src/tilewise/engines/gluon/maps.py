@@ -14,7 +14,7 @@ from tilewise.engines.triton.looking import kernel_map
 from tilewise.engines.triton.mods import mask_of, mod_arguments
 from tilewise.engines.triton.run import mask_is_inside
 from tilewise.engines.triton.walks import KernelTiles, column_tiles, row_tiles
-from tilewise.plan import maps
+from tilewise.plan import finish, maps
 from tilewise.problem import Problem
 from tilewise.tiles import TileMap
 
@@ -107,8 +107,7 @@ def _walk(p: Problem, side: Side, tiles: KernelTiles) -> Walk:
         own = {"p_stencils": stencils}
         prepare(stencils_launch(p, side, own, tiles, first), p.device).start(own)
     maps.weigh(stencils.nbytes)
-    if p.device.type == "cuda":
-        torch.cuda.current_stream(p.device).synchronize()  # other streams may be the next to use it
+    finish(p.device)
     all_tiles = len(masked) * -(-(p.q_len if side.by_keys else p.kv_len) // side.columns)
     return Walk(tiles, (order, at[::3].diff(), masked, offsets, start, count, first, stencils), visited / all_tiles)
 

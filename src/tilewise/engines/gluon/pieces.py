@@ -93,6 +93,8 @@ def runs_of(tiles, row):
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
+
+
 @gluon.constexpr_function
 def several(count, shape):
     return [count, *shape]

@@ -136,13 +136,17 @@ class Writer:
         """A sum of places and other integers in two parts: integers, and floats that the compiler knows; None where it is another or might be rounded."""
         if not self.in_parts or self.precise or self.types[k] != "i32" or not self.ranges[k].within(TILE - EXACT, EXACT - TILE):
             return None
+        return self._sum_apart(k, ".to(tl.float32)", "0.0")
+
+    def _sum_apart(self, k: int, cast: str, zero: str) -> tuple[str, str] | None:
+        """The two parts of a sum of places and other 32-bit integers, the second of them known to the compiler; None where no place is in it."""
         terms = self._terms(k, "+", "i32")
         places = [(sign, self.program.instructions[n].attr) for sign, n in terms if self._is_place(n)]
         if not places:
             return None
         others = [f" {sign} v{n}" for sign, n in terms if not self._is_place(n)]
-        first, second = ("".join([f" {sign} {name}[{part}]{cast}" for sign, name in places]) for part, cast in ((0, ""), (1, ".to(tl.float32)")))
-        return f"(0{first}{''.join(others)})", f"(0.0{second})"
+        first, second = ("".join([f" {sign} {name}[{part}]{cast}" for sign, name in places]) for part, cast in ((0, ""), (1, cast)))
+        return f"(0{first}{''.join(others)})", f"({zero}{second})"
 
     def _is_place(self, k: int) -> bool:
         op, _, attr, _ = self.program.instructions[k]
@@ -262,21 +266,14 @@ class Writer:
             if layout.wide or self.types[k] == "i64":
                 index = f"({index}).to({'tl.int64' if layout.wide else 'tl.int32'})" if self.program.instructions[k].op != "literal" else index
             if layout.contiguous and d == len(indices) - 1:
-                terms += (self._place_apart(k) if index == f"v{k}" else None) or (index,)
+                terms += (self._index_apart(k) if index == f"v{k}" else None) or (index,)
             else:
                 terms.append(f"({index}) * s[{strides + d}]")
         return " + ".join([f"{pointers}[{slot}]", *terms])
 
-    def _place_apart(self, k: int) -> tuple[str, str] | None:
-        """An index that is a sum of places and other integers, in two parts of which the compiler knows the second: added to the pointer one after
-        the other, that one becomes part of the load's instruction."""
-        terms = self._terms(k, "+", "i32") if self.in_parts and self.types[k] == "i32" else []
-        places = [(sign, self.program.instructions[n].attr) for sign, n in terms if self._is_place(n)]
-        if not places:
-            return None
-        others = [f" {sign} v{n}" for sign, n in terms if not self._is_place(n)]
-        first, second = ("".join([f" {sign} {name}[{part}]" for sign, name in places]) for part in (0, 1))
-        return f"(0{first}{''.join(others)})", f"(0{second})"
+    def _index_apart(self, k: int) -> tuple[str, str] | None:
+        """An index in two parts: added to the pointer one after the other, what the compiler knows becomes part of the load's instruction."""
+        return self._sum_apart(k, "", "0") if self.in_parts and self.types[k] == "i32" else None
 
     def sign(self, k: int) -> str:
         """The boolean k as an integer that is negative where it is false."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.engines.triton.config import Config
 from tilewise.engines.triton.looking import kernel_map
+from tilewise.plan import finish
 from tilewise.problem import Problem
 from tilewise.tiles import Geometry, Runs
 
@@ -77,8 +78,7 @@ def _kernel_tiles(full: Runs, cut: Runs, partial: Runs, count: int, g: Geometry)
     offsets, start, size = interleaved((full, cut, partial))
     strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
     tiles = KernelTiles(count, True, (_longest_first(offsets[::3], size, count), offsets, start, size), strides_in_rows)
-    if offsets.device.type == "cuda":
-        torch.cuda.current_stream(offsets.device).synchronize()  # other streams may be the next to use it
+    finish(offsets.device)
     return tiles
 
 
