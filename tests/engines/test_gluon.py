@@ -102,6 +102,6 @@ def test_a_deterministic_backward_is_the_triton_engines() -> None:
     ],
 )
 def test_large_backwards_go_in_parts(shape: tuple[int, ...], mask: object, wanted: tuple[int, int]) -> None:
-    from tilewise.engines.gluon.run import partition
+    from tilewise.engines.triton.parts import partition
 
-    assert partition(problem(shape, mask=mask)) == wanted
+    assert partition(problem(shape, mask=mask), 128) == wanted

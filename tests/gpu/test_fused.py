@@ -273,6 +273,7 @@ def test_hopper_kernels_can_be_captured_and_replayed() -> None:
 @pytest.mark.parametrize(("batch", "kv_heads", "count"), [(4, 2, 4), (1, 6, 3), (6, 1, 3)])
 def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.engines.gluon import run
+    from tilewise.engines.triton import parts as sizes
 
     query, key, value = tensors(batch, 2 * kv_heads, 300, 64, kv_heads)
 
@@ -281,13 +282,50 @@ def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: 
         return list(torch.autograd.grad((out * out).sum() + lse.sum(), (query, key, value)))
 
     wanted = gradients()
-    monkeypatch.setattr(run, "LARGEST_SUMS", batch * 2 * kv_heads * 384 * 64 * 4 // count)
+    monkeypatch.setattr(sizes, "LARGEST_SUMS", batch * 2 * kv_heads * 384 * 64 * 4 // count)
     parts: list[Any] = []
     one = run._backward
     monkeypatch.setattr(run, "_backward", lambda p, *rest: (parts.append(p), one(p, *rest)))
     for a, b in zip(gradients(), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     assert len(parts) == count
+
+
+@pytest.mark.parametrize("dim", [16, 48, 64, 128])
+def test_finite_sums_of_dq_are_brought_as_they_are(dim: int) -> None:
+    """Inputs are NaN, so that rows done again, carefully, would be NaN too."""
+    from tilewise.engines.triton import run
+    from tilewise.engines.triton.config import padded
+    from tilewise.engines.triton.launch import prepare
+    from tilewise.engines.triton.parts import padded_rows, sums_rows
+    from tilewise.problem import Options, make_problem
+
+    nothing = torch.full((2, 3, 200, dim), torch.nan, dtype=torch.bfloat16, device="cuda")
+    problem = make_problem(nothing, nothing, nothing, None, None, Options(scale=0.5))[0]
+    rows, width = padded_rows(problem), padded(dim)
+    sums = torch.randn((sums_rows(problem), width), device="cuda")
+    dq = torch.empty_like(nothing)
+    floats = torch.full((2, 3, 200), torch.nan, device="cuda")
+    given = {"p_q": nothing, "p_k": nothing, "p_v": nothing, "p_do": nothing, "p_lse": floats, "p_delta": floats, "p_dq": dq, "p_seed": None}
+    own = run.bring_own(given, sums)
+    prepare(run.bring_launch(problem, own), dq.device).start(own)
+    in_rows = sums.view(2, 3, rows // 8, width // 8, 2, 8, 4).permute(0, 1, 2, 6, 4, 3, 5).reshape(2, 3, rows, width)
+    assert torch.equal(dq, (in_rows[:, :, :200, :dim] * 0.5).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("batch", "kv_heads", "count"), [(4, 2, 4), (1, 6, 3)])
+def test_triton_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines.triton import parts, run
+
+    inputs = tensors(batch, 2 * kv_heads, 300, 64, kv_heads)
+    wanted = both_passes("triton", *inputs, mask=masks.causal, enable_gqa=True)
+    monkeypatch.setattr(parts, "LARGEST_SUMS", batch * 2 * kv_heads * 384 * 64 * 4 // count)
+    done: list[Any] = []
+    one = run._backward
+    monkeypatch.setattr(run, "_backward", lambda p, *rest: (done.append(p), one(p, *rest))[1])
+    for a, b in zip(both_passes("triton", *inputs, mask=masks.causal, enable_gqa=True), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert len(done) == count
 
 
 @fused

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pyte
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_causal_kernels_compile_and_a_second_build_does_nothing(arch: str, dim: int) -> None:
-    kernels = {64: 4, 128: 5}[dim]  # forward (in two configurations), the look into tiles, sums, gradients
+    kernels = {64: 5, 128: 6}[dim]  # forward (in two configurations), the look into tiles, sums, gradients, and what brings dQ from its sums
     if arch == "sm_90" and NO_GLUON is None:
         kernels += 7  # forward and its mending; what stands before the backward, the backward, and what follows it; stencils of either pass
     first = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
@@ -81,11 +82,61 @@ def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
     for launches in (*ahead.forward_launches(problem), *ahead.backward_launches(problem, frozenset())):
         launch = launches()[0]
         loops = loops_of_products(machine_code(launch, 90))
-        assert loops or launch.kernel in ("sums", "classify")
+        assert loops or launch.kernel in ("sums", "classify", "bring")
         for body in loops:
             spills, waits, products = (len(re.findall(word, body)) for word in (r"\b(?:LDL|STL)\b", "WARPGROUP.DEPBAR", "HGMMA"))
             assert spills == 0, f"{launch.kernel} D{dim}: {spills} spills in a loop of {products} products"
             assert waits < products / 2, f"{launch.kernel} D{dim}: {waits} waits for {products} products"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim: int) -> None:
+    """A configuration that would take more tensor memory than there is, for which Triton makes a kernel that does nothing, is not taken."""
+    from tilewise.building import _problem
+    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton.launch import Launch, parts_of, request_of
+
+    tried: list[Launch] = []
+
+    class Watched(list[Launch]):
+        def __iter__(self) -> Iterator[Launch]:
+            for launch in super().__iter__():
+                tried.append(launch)
+                yield launch
+
+    problem = _problem(None, None, dim, torch.bfloat16, 4096).with_tensors(deterministic=deterministic)
+    for launches in ahead.backward_launches(problem, frozenset()):
+        ahead.build(Watched(launches()), 100)
+        facts = json.loads(parts_of(request_of(tried[-1], 100))["facts"])
+        assert facts["shared"] <= ahead.SHARED_MEMORY[100]
+    assert len(tried) == (5 if dim == 128 and not deterministic else len(ahead.backward_launches(problem, frozenset())))
+
+
+@pytest.mark.parametrize(("tile", "adds"), [(16, ["straight", "any"]), (64, ["straight"])])
+def test_elements_that_several_threads_hold_are_added_once(tile: int, adds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of 16 x 16 is held four times by 128 threads: there, Triton's own atomics have to do."""
+    import triton
+
+    from tilewise.building import _problem
+    from tilewise.engines.triton import ahead, build, run
+    from tilewise.engines.triton.config import Config
+    from tilewise.engines.triton.launch import request_of
+
+    made: list[str] = []
+    compile_ = triton.compile
+
+    def watched(*arguments: object, **options: object) -> object:
+        kernel = compile_(*arguments, **options)
+        made.append("straight" if build.STRAIGHT in kernel.asm["ptx"] else "any" if "atom.global" in kernel.asm["ptx"] else "nothing")
+        return kernel
+
+    monkeypatch.setattr(triton, "compile", watched)
+    for module in (run, ahead):
+        monkeypatch.setattr(module, "choose", lambda kernel, p: Config(tile, tile, 4, 2))
+    problem = _problem(masks.causal, None, 16, torch.bfloat16, 4096)
+    build.compiled(request_of(ahead.backward_launches(problem, frozenset())[1]()[0], 90))
+    assert made == adds
 
 
 def test_mistakes_say_what_to_do() -> None:

@@ -1,7 +1,7 @@
 """How a problem becomes launches of the Hopper kernels."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -18,11 +18,11 @@ from tilewise.engines.triton.config import padded
 from tilewise.engines.triton.driver import current_stream, is_capturing
 from tilewise.engines.triton.launch import Described, Interpreted, Launch, Prepared, prepare
 from tilewise.engines.triton.mods import mask_of, mod_arguments, scales, score_of, slope_of
+from tilewise.engines.triton.parts import each, padded_rows, partition, sums_rows
 from tilewise.engines.triton.run import dropout_arguments, mask_is_inside, prepared, seed_of, shape_arguments, strides
 from tilewise.problem import Problem
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
-LARGEST_SUMS = 128 * 2**20  # bytes: a backward whose sums of dQ would take more goes in parts
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
@@ -70,28 +70,11 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
     if not describable(grad_out):
         grad_out = grad_out.contiguous()
     dlse = None if grad_lse is None else grad_lse.float().contiguous()
-    axis, count = partition(p)
+    axis, count = partition(p, backward_cut(p).d)
     work = Workspace(p, count)
-    if count == 1:
-        _backward(p, output, grad_out, dlse, work)
-    else:
-        memory = p.memory.setdefault("part", {})
-        cut = [[None] * count if t is None else t.chunk(count, axis) for t in (p.query, p.key, p.value, *output, grad_out, dlse)]
-        for (query, key, value, *out, part_grad, part_dlse), part in zip(zip(*cut, strict=True), work.parts(count, axis), strict=True):
-            _backward(p.with_tensors(query=query, key=key, value=value, memory=memory), Output(*out), part_grad, part_dlse, part)
+    for part, (out, lse, highest, part_grad, part_dlse, *gradients) in each(p, axis, count, *output, grad_out, dlse, work.dq, work.dk, work.dv, work.delta):
+        _backward(part, Output(out, lse, highest), part_grad, part_dlse, work.part(*gradients))
     return Gradients(work.dq, work.dk, work.dv, triton_run.sinks_gradient(p, output, work.delta))
-
-
-def partition(p: Problem) -> tuple[int, int]:
-    """Into how many parts, along batches (0) or heads (1), a backward goes so that its sums of dQ stay small. A part is a problem that knows nothing
-    of the others: only where nothing is computed from the number of a batch or head."""
-    needed = sums_rows(p) * backward_cut(p).d * 4
-    axis = 0 if p.batch > 1 else 1
-    numbered = any(["bh"[axis] in call.program.uses for call in (p.mask, p.score) if call is not None])
-    if needed <= LARGEST_SUMS or numbered or p.dropout_p > 0 or p.tiles is not None:
-        return axis, 1
-    size = p.batch if axis == 0 else p.kv_heads
-    return axis, next(n for n in range(1, size + 1) if size % n == 0 and (needed <= n * LARGEST_SUMS or n == size))
 
 
 def _backward(p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None, work: "Workspace") -> None:
@@ -116,21 +99,11 @@ class Workspace:
         key_tiles = p.batch * p.kv_heads // count * -(-p.kv_len // backward_tile(cut)[1])
         self.unsound = torch.empty((key_tiles, 2), dtype=torch.int32, device=p.device)
 
-    def parts(self, count: int, axis: int) -> Iterator["Workspace"]:
-        """The same for each part: its own gradients, and the rest over again."""
-        for dq, dk, dv, delta in zip(*[t.chunk(count, axis) for t in (self.dq, self.dk, self.dv, self.delta)], strict=True):
-            part = copy(self)
-            part.dq, part.dk, part.dv, part.delta = dq, dk, dv, delta
-            yield part
-
-
-def sums_rows(p: Problem) -> int:
-    return p.batch * p.heads * padded_rows(p)
-
-
-def padded_rows(p: Problem) -> int:
-    """Rows of a head in tensors of our own, so that no tile of queries reaches into the next head."""
-    return -(-p.q_len // 128) * 128
+    def part(self, dq: Tensor, dk: Tensor, dv: Tensor, delta: Tensor) -> "Workspace":
+        """The same for a part: its own gradients, and the rest over again."""
+        part = copy(self)
+        part.dq, part.dk, part.dv, part.delta = dq, dk, dv, delta
+        return part
 
 
 def _ready(p: Problem, name: tuple[Any, ...], launch: Callable[[], Launch]) -> Prepared | Interpreted:

@@ -19,6 +19,7 @@ from tilewise.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LEAST_TILE = 16  # rows or keys that a product needs
+MOST_ROWS, FARTHEST = 256, 2**30  # of a tile: rows, and elements from its first to its last
 OLDEST_GPU = (8, 0)
 OLDEST_TRITON = (3, 3)
 
@@ -64,6 +65,9 @@ class TritonEngine(KernelEngine):
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
         if problem.dtype not in DTYPES:
             return f"it computes in float16, bfloat16 and float32, got {problem.dtype}"
+        for name, t in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
+            if reach(t) >= FARTHEST:
+                return f"it needs rows of a tile within {FARTHEST} elements of each other, {name}'s strides are {tuple(t.stride())}"
         if problem.tiles is not None and problem.tiles.given:
             tile = problem.tiles.tile
             if any([side % LEAST_TILE for side in tile]):
@@ -83,6 +87,11 @@ class TritonEngine(KernelEngine):
         from tilewise.engines.triton import soon
 
         return soon
+
+
+def reach(t: Tensor) -> int:
+    """How far the last element of a tile may lie from its first: kernels know offsets within a tile by 30 bits (see steps.load_rows)."""
+    return (min(t.shape[2], MOST_ROWS) - 1) * t.stride(2) + (t.shape[3] - 1) * t.stride(3)
 
 
 @lru_cache(maxsize=1)

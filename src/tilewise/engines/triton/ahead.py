@@ -1,6 +1,7 @@
 """Building ahead: every kernel a problem needs, compiled into the store without running anything."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -42,24 +43,30 @@ def map_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
 def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], list[Launch]]]:
     out = like_query(p.query, p.v_dim)
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
-    own = {
-        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows, **run.shift_parts(p),
+    own: dict[str, Any] = {
+        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows, "p_parts": run.shift_parts(p),
         **{name: t.new_empty(t.shape) for name, t in (("p_dq", p.query), ("p_dk", p.key), ("p_dv", p.value))}, "p_seed": run.seed_of(p),
     }  # fmt: skip
     sums: Callable[[], list[Launch]] = lambda: [  # noqa: E731
-        run.sums_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, **run.shift_parts(p)})
+        run.sums_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, "p_parts": run.shift_parts(p)})
     ]
+    if run.adds(p, wanted):
+        return [
+            sums,
+            _ladder(p, run.ADDED, lambda c: run.added_launch(p, own | {"score_g": (), "sum_g": (rows,)}, *c)),
+            lambda: [run.bring_launch(p, run.bring_own(own, rows))],
+        ]
     if p.score is None or not wanted:
-        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": ()}, wanted, *c))]
+        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": (), "sum_g": ()}, wanted, *c))]
     if not p.deterministic:
         shares = fixed_point.zeros(p, wanted, run.wide(p))
-        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": shares}, wanted, *c))]
+        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": shares, "sum_g": ()}, wanted, *c))]
     gauged = fixed_point.gauges(p, wanted)
     totals = fixed_point.Totals(fixed_point.zeros(p, wanted, torch.int64), gauged.limits.double())  # arithmetic without data makes torch import for seconds
     return [
         sums,
-        _ladder(p, BACKWARD, lambda c: run.gauge_launch(p, own | {"score_g": gauged.arguments}, wanted, *c)),
-        _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": totals.arguments}, wanted, *c)),
+        _ladder(p, BACKWARD, lambda c: run.gauge_launch(p, own | {"score_g": gauged.arguments, "sum_g": ()}, wanted, *c)),
+        _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": totals.arguments, "sum_g": ()}, wanted, *c)),
     ]
 
 

@@ -3,9 +3,10 @@
 P = exp(s - lse), dP = dropout(dO V^T), delta = dO . O - dlse, dS = P (dP - delta), dscore = dS * score'
 dV = dropout(P)^T dO, dK = scale dscore^T Q, dQ = scale dscore K
 
-Every sum is kept in one program's registers and written once: no atomics, so the result is the same every time. Only the
-gradients of tensors that a score function captures are added atomically (as integers where that must be repeatable, see fixed_point).
-As in the forward, a program that finds its result unsound has it done again, carefully.
+There are two ways to dQ. Where its sums may be made in any order, the programs of key tiles add their shares of it to memory (ADDS), five products a
+tile, and `bring` takes it from there. Else programs of query tiles compute the scores again, seven products in all: every sum is kept in one program's
+registers and written once, so the result is the same every time. Those also make the gradients of tensors that a score function captures, which are added
+atomically (as integers where that must be repeatable, see fixed_point). As in the forward, what is found unsound is done again, carefully.
 """
 
 import triton
@@ -13,12 +14,24 @@ import triton.language as tl
 
 from tilewise.engines.triton import config
 from tilewise.engines.triton.careful import key_rows, query_rows, weightless
-from tilewise.engines.triton.steps import final_scores, full_runs, kept, load_rows, mask_decides, masked_runs, rows_product, run_of, store_rows, unsound
+from tilewise.engines.triton.steps import (
+    add_straight,
+    final_scores,
+    full_runs,
+    kept,
+    load_rows,
+    mask_decides,
+    masked_runs,
+    rows_product,
+    run_of,
+    store_rows,
+    unsound,
+)  # fmt: skip
 
 
 @triton.jit
 def sums(
-    p_out, p_do, p_lse, p_dlse, p_delta, p_lse_parts, p_delta_parts, s_out, s_do, n_heads, n_q, unit,
+    p_out, p_do, p_lse, p_dlse, p_delta, p_parts, s_out, s_do, n_heads, n_q, unit,
     HAS_DLSE: tl.constexpr, FOLDED: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over the head dim of dO * O, less dlse; and -lse / unit and -delta in a form that a product can add (`shifted`)."""
@@ -37,40 +50,43 @@ def sums(
     tl.store(p_delta + o_row, b_delta, mask=inside)
     if FOLDED:
         b_lse = weightless(tl.load(p_lse + o_row, mask=inside, other=0.0))
-        store_shift(p_lse_parts, o_row, inside, -b_lse / unit)
-        store_shift(p_delta_parts, o_row, inside, -b_delta)
+        store_shift(p_parts, o_row, inside, -b_lse / unit, 1.0)
+        store_shift(p_parts + SHIFT_PARTS, o_row, inside, -b_delta, 0.0)
 
 
 # A number per query is wanted at every key of a transposed tile, where each thread would have to load a quarter of them. A product
-# brings it there for next to nothing: [N, 16] @ [16, M], with the number as a sum of three 16-bit parts, exact to 24 bits.
+# brings it there for next to nothing: [N, 16] @ [16, M], with the number as a sum of three 16-bit parts, exact to 24 bits. With a fourth part of 1, the
+# product also takes FAR from the scores of keys past the end: those add nothing to dQ, as their k is 0, unless 2^score is infinite.
+FAR: tl.constexpr = tl.constexpr(60000.0)
 SHIFT_PARTS: tl.constexpr = tl.constexpr(config.SHIFT_PARTS)
 
 
 @triton.jit
-def store_shift(p, o_row, inside, b_x):
+def store_shift(p, o_row, inside, b_x, fourth):
     dtype: tl.constexpr = p.dtype.element_ty
     b_high = (b_x / 1024).to(dtype)
     b_rest = tl.where(tl.abs(b_high.to(tl.float32)) < float("inf"), b_x - b_high.to(tl.float32) * 1024, 0.0)
     b_middle = b_rest.to(dtype)
     b_low = ((b_rest - b_middle.to(tl.float32)) * 1024).to(dtype)
     o_part = tl.arange(0, SHIFT_PARTS)[None, :]
-    b_parts = tl.where(o_part == 0, b_high[:, None], tl.where(o_part == 1, b_middle[:, None], tl.where(o_part == 2, b_low[:, None], 0.0)))
-    tl.store(p + o_row[:, None] * SHIFT_PARTS + o_part, b_parts.to(dtype), mask=inside[:, None])
+    b_last = tl.where(o_part == 2, b_low[:, None], tl.where(o_part == 3, fourth, 0.0))
+    b_parts = tl.where(o_part == 0, b_high[:, None], tl.where(o_part == 1, b_middle[:, None], b_last))
+    tl.store(p + o_row[:, None] * (2 * SHIFT_PARTS) + o_part, b_parts.to(dtype), mask=inside[:, None])
 
 
 @triton.jit
-def weights_of_parts(N: tl.constexpr, dtype: tl.constexpr):
-    """What `shifted` multiplies the parts by: 1024, 1, 1 / 1024 in every row."""
+def weights_of_parts(o_kv, n_kv, dtype: tl.constexpr):
+    """What `shifted` multiplies the parts by: 1024, 1, 1 / 1024, and -FAR for keys past the end."""
     o_part = tl.arange(0, SHIFT_PARTS)[None, :]
-    b_weights = tl.where(o_part == 0, 1024.0, tl.where(o_part == 1, 1.0, tl.where(o_part == 2, 1.0 / 1024, 0.0)))
-    return (b_weights + tl.zeros([N, SHIFT_PARTS], tl.float32)).to(dtype)
+    b_fourth = tl.where(o_kv < n_kv, 0.0, -FAR)[:, None]
+    return tl.where(o_part == 0, 1024.0, tl.where(o_part == 1, 1.0, tl.where(o_part == 2, 1.0 / 1024, tl.where(o_part == 3, b_fourth, 0.0)))).to(dtype)
 
 
 @triton.jit
 def shifted(b_x, b_weights, p_parts, first, n_left, M: tl.constexpr, UPCAST: tl.constexpr, BOUNDED: tl.constexpr):
     """x [N, M] plus the number of each query."""
     o_row = tl.arange(0, M)[:, None]
-    p = p_parts + first.to(tl.int64) * SHIFT_PARTS + (o_row * SHIFT_PARTS + tl.arange(0, SHIFT_PARTS)[None, :])
+    p = p_parts + first.to(tl.uint32) * (2 * SHIFT_PARTS) + (o_row * (2 * SHIFT_PARTS) + tl.arange(0, SHIFT_PARTS)[None, :])
     if BOUNDED:
         b_parts = tl.load(p, mask=o_row < n_left, other=0.0)
     else:
@@ -82,12 +98,12 @@ def shifted(b_x, b_weights, p_parts, first, n_left, M: tl.constexpr, UPCAST: tl.
 
 @triton.jit
 def gradients(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dq, p_dk, p_dv, p_seed, score_g,  # score_g: where the captures' gradients are added up
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_parts, p_dq, p_dk, p_dv, p_seed, score_g, sum_g,  # the last: where sums are made (see above)
     s_q, s_k, s_v, s_do, s_dq, s_dk, s_dv,
     columns, s_columns, n_columns, rows, s_rows, n_rows,  # the map by key tiles and by query tiles, strides and counts as in the forward
-    n_key_programs, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+    n_key_programs, n_heads, ratio, n_q, n_kv, n_padded, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCATTER: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr,
-    DROPOUT: tl.constexpr, FOLDED: tl.constexpr, KEYS: tl.constexpr,  # KEYS: there are key programs, too
+    DROPOUT: tl.constexpr, FOLDED: tl.constexpr, KEYS: tl.constexpr, ADDS: tl.constexpr,  # KEYS: there are key programs, too. ADDS: they make dQ (see add_dq)
     KEYS_M: tl.constexpr, KEYS_N: tl.constexpr, QUERIES_M: tl.constexpr, QUERIES_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     KEYS_STAGES: tl.constexpr, KEYS_MASKED_STAGES: tl.constexpr, QUERIES_STAGES: tl.constexpr, QUERIES_MASKED_STAGES: tl.constexpr,
@@ -96,16 +112,17 @@ def gradients(
     if KEYS:
         if pid < n_key_programs:
             keys(
-                pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
-                columns, s_columns, n_columns, n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-                MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
+                pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
+                sum_g, columns, s_columns, n_columns, n_heads, ratio, n_q, n_kv, n_padded, scale, keep_scale, threshold, mask, score,
+                MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED, ADDS, KEYS_M, KEYS_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
                 KEYS_STAGES, KEYS_MASKED_STAGES)  # fmt: skip
-    if pid >= n_key_programs:
-        queries(
-            pid - n_key_programs, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, rows, s_rows, n_rows,
-            n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
-            MASK, SCORE, SLOPE, SCATTER, MAPPED, GIVEN, DROPOUT, QUERIES_M, QUERIES_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
-            QUERIES_STAGES, QUERIES_MASKED_STAGES)  # fmt: skip
+    if ADDS is None:
+        if pid >= n_key_programs:
+            queries(
+                pid - n_key_programs, p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_seed, score_g, s_q, s_k, s_v, s_do, s_dq, rows, s_rows, n_rows,
+                n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+                MASK, SCORE, SLOPE, SCATTER, MAPPED, GIVEN, DROPOUT, QUERIES_M, QUERIES_N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST,
+                QUERIES_STAGES, QUERIES_MASKED_STAGES)  # fmt: skip
 
 
 # -- dK and dV -------------------------------------------------------------------------------------------------------
@@ -113,10 +130,10 @@ def gradients(
 
 @triton.jit
 def keys(
-    pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv, tiles, s_tiles, n_tiles,
-    n_heads, ratio, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+    pid, p_q, p_k, p_v, p_do, p_lse, p_delta, p_parts, p_dk, p_dv, p_seed, s_q, s_k, s_v, s_do, s_dk, s_dv,
+    sum_g, tiles, s_tiles, n_tiles, n_heads, ratio, n_q, n_kv, n_padded, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    ADDS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile, over the query heads that share it. Everything is transposed: [N keys, M queries]."""
@@ -128,13 +145,13 @@ def keys(
         i_kv = tl.load(tiles[0] + i_b * s_tiles[0] + i_hk * ratio * s_tiles[1] + i_place)
     first = i_kv * N
     n_left = n_kv - i_kv * N
-    b_k = load_rows(p_k + i_b * s_k[0] + i_hk * s_k[1] + first * s_k[2], s_k, n_left, N, D, D_TRUE)
-    b_v = load_rows(p_v + i_b * s_v[0] + i_hk * s_v[1] + first * s_v[2], s_v, n_left, N, DV, DV_TRUE)
+    b_k = load_rows(p_k + i_b * s_k[0] + i_hk * s_k[1] + first * s_k[2], s_k, n_left, N, D, D_TRUE, True, ADDS is not None)
+    b_v = load_rows(p_v + i_b * s_v[0] + i_hk * s_v[1] + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, True, ADDS is not None)
     if UPCAST:
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     b_dk, b_dv = keys_walk(
-        b_k, b_v, p_q, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
-        scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED,
+        b_k, b_v, p_q, p_do, p_lse, p_delta, p_parts, p_seed, s_q, s_do, sum_g, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
+        n_padded, scale, keep_scale, threshold, mask, score, MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, FOLDED, ADDS,
         M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     p_k += i_b * s_k[0] + i_hk * s_k[1]
     p_v += i_b * s_v[0] + i_hk * s_v[1]
@@ -151,22 +168,28 @@ def keys(
 
 @triton.jit
 def keys_walk(
-    b_k, b_v, p_q, p_do, p_lse, p_delta, p_lse_parts, p_delta_parts, p_seed, s_q, s_do, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
-    scale, keep_scale, threshold, mask, score,
+    b_k, b_v, p_q, p_do, p_lse, p_delta, p_parts, p_seed, s_q, s_do, sum_g, tiles, s_tiles, i_b, i_hk, i_kv, n_heads, ratio, n_q, n_kv,
+    n_padded, scale, keep_scale, threshold, mask, score,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+    ADDS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK / scale and dV of the key tile, summed over its query tiles, of all heads that share it."""
     o_kv = i_kv * N + tl.arange(0, N)
-    b_w = weights_of_parts(N, p_q.dtype.element_ty)
+    b_w = weights_of_parts(o_kv, n_kv, p_q.dtype.element_ty)
     b_dk = tl.zeros([N, D], tl.float32)
     b_dv = tl.zeros([N, DV], tl.float32)
     for i_g in range(0, ratio):
         i_h = i_hk * ratio + i_g
         p_qh = p_q + i_b * s_q[0] + i_h * s_q[1]
         p_doh = p_do + i_b * s_do[0] + i_h * s_do[1]
-        o_bh = (i_b * n_heads + i_h).to(tl.int64) * n_q
+        i_bh = (i_b * n_heads + i_h).to(tl.int64)
+        p_lseh, p_deltah = p_lse + i_bh * n_q, p_delta + i_bh * n_q
+        p_partsh, p_sumh = p_parts, None
+        if FOLDED:
+            p_partsh += i_bh * n_q * (2 * SHIFT_PARTS)
+        if ADDS is not None:
+            p_sumh = sum_g[0] + i_bh * n_padded * D
         if MAPPED:
             row = i_b * s_tiles[0] + i_h * s_tiles[1] + i_kv
             first, last = full_runs(tiles, row)
@@ -174,52 +197,53 @@ def keys_walk(
                 start, stop = run_of(tiles, run)
                 for i_q in tl.range(start, stop, num_stages=STAGES):
                     b_dk, b_dv = keys_step(
-                        b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
+                        b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lseh, p_deltah, p_partsh, p_sumh, p_seed, i_b, i_h, i_q, o_kv,
                         n_q, n_kv, -1, scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, False, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                        MASK, SCORE, SLOPE, False, DROPOUT, FOLDED, ADDS, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             first, last = masked_runs(tiles, row)
             for run in range(first, last):
                 start, stop = run_of(tiles, run)
                 decides = mask_decides(tiles, row, run, GIVEN)
                 for i_q in tl.range(start, stop, num_stages=MASKED_STAGES):
                     b_dk, b_dv = keys_step(
-                        b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
+                        b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lseh, p_deltah, p_partsh, p_sumh, p_seed, i_b, i_h, i_q, o_kv,
                         n_q, n_kv, decides, scale, keep_scale, threshold, mask, score,
-                        MASK, SCORE, SLOPE, True, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                        MASK, SCORE, SLOPE, True, DROPOUT, FOLDED, ADDS, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
         else:
             for i_q in tl.range(0, n_q // M, num_stages=STAGES):
                 b_dk, b_dv = keys_step(
-                    b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv,
+                    b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lseh, p_deltah, p_partsh, p_sumh, p_seed, i_b, i_h, i_q, o_kv,
                     n_q, n_kv, -1, scale, keep_scale, threshold, mask, score,
-                    None, SCORE, SLOPE, False, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    None, SCORE, SLOPE, False, DROPOUT, FOLDED, ADDS, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
             if n_q % M != 0:
                 b_dk, b_dv = keys_step(
-                    b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, n_q // M, o_kv,
-                    n_q, n_kv, -1, scale, keep_scale, threshold, mask, score,
-                    None, SCORE, SLOPE, True, DROPOUT, FOLDED, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
+                    b_k, b_v, b_w, b_dk, b_dv, p_qh, p_doh, s_q, s_do, p_lseh, p_deltah, p_partsh, p_sumh, p_seed, i_b, i_h, n_q // M,
+                    o_kv, n_q, n_kv, -1, scale, keep_scale, threshold, mask, score,
+                    None, SCORE, SLOPE, True, DROPOUT, FOLDED, ADDS, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST)  # fmt: skip
     return b_dk, b_dv
 
 
 @triton.jit
 def keys_step(
-    b_k, b_v, b_w, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_lse_parts, p_delta_parts, o_bh, p_seed, i_b, i_h, i_q, o_kv, n_q, n_kv,
-    decides, scale, keep_scale, threshold, mask, score,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr,
+    b_k, b_v, b_w, b_dk, b_dv, p_q, p_do, s_q, s_do, p_lse, p_delta, p_parts, p_sum, p_seed, i_b, i_h, i_q, o_kv,
+    n_q, n_kv, decides, scale, keep_scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr, FOLDED: tl.constexpr, ADDS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dK and dV. MASKED tiles may reach past the last query, where q and dO are 0 and so is the share."""
+    """One query tile's share of dK and dV, and its own in dQ if this ADDS. MASKED tiles may reach past the last query, where q and dO are 0 and so is
+    the share. Pointers are those of this head."""
     first = i_q * M
     n_left = n_q - i_q * M
     o_q = i_q * M + tl.arange(0, M)
-    b_q = load_rows(p_q + first * s_q[2], s_q, n_left, M, D, D_TRUE, MASKED)
-    b_do = load_rows(p_do + first * s_do[2], s_do, n_left, M, DV, DV_TRUE, MASKED)
+    b_q = load_rows(p_q + first * s_q[2], s_q, n_left, M, D, D_TRUE, MASKED, ADDS is not None)
+    b_do = load_rows(p_do + first * s_do[2], s_do, n_left, M, DV, DV_TRUE, MASKED, ADDS is not None)
     if UPCAST:
         b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
     b_raw = rows_product(b_k, b_q, PRECISION)  # [N, M]
     seen_q = tl.minimum(o_q, n_q - 1)[None, :]
     if FOLDED and SLOPE is None:  # no score, or one that only adds: the shift is -lse / scale, before it
-        b_s = shifted(b_raw, b_w, p_lse_parts, o_bh + first, n_left, M, UPCAST, MASKED)
+        b_s = shifted(b_raw, b_w, p_parts, first, n_left, M, UPCAST, MASKED)
         b_s = final_scores_t(b_s, scale, i_b, i_h, seen_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     else:
         b_s = final_scores_t(b_raw, scale, i_b, i_h, seen_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
@@ -227,9 +251,9 @@ def keys_step(
         b_s = tl.where((o_q < n_q)[None, :], b_s, float("-inf"))
     b_s = b_s * scale[1]
     if FOLDED and SLOPE is not None:
-        b_s = shifted(b_s, b_w, p_lse_parts, o_bh + first, n_left, M, UPCAST, MASKED)
+        b_s = shifted(b_s, b_w, p_parts, first, n_left, M, UPCAST, MASKED)
     if not FOLDED:
-        b_s -= weightless(tl.load(p_lse + o_bh + o_q, mask=o_q < n_q, other=0.0))[None, :]
+        b_s -= weightless(tl.load(p_lse + o_q, mask=o_q < n_q, other=0.0))[None, :]
     b_p = tl.exp2(b_s)
     b_dp = rows_product(b_v, b_do, PRECISION)
     b_pd = b_p
@@ -238,17 +262,37 @@ def keys_step(
         b_pd = tl.where(keep, b_p * keep_scale, 0.0)
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)
     if FOLDED:
-        b_dp = shifted(b_dp, b_w, p_delta_parts, o_bh + first, n_left, M, UPCAST, MASKED)
+        b_dp = shifted(b_dp, b_w, p_parts + SHIFT_PARTS, first, n_left, M, UPCAST, MASKED)
     else:
-        b_dp -= tl.load(p_delta + o_bh + o_q, mask=o_q < n_q, other=0.0)[None, :]
+        b_dp -= tl.load(p_delta + o_q, mask=o_q < n_q, other=0.0)[None, :]
     b_ds = b_p * b_dp
     if SLOPE is not None:
         b_ds = b_ds * SLOPE(b_raw * scale[0], i_b, i_h, seen_q, tl.minimum(o_kv, n_kv - 1)[:, None], score[0], score[1], score[2], score[3])
         if MASKED:  # where the mask forbids, a score may well have no derivative
             b_ds = tl.where(b_s != float("-inf"), b_ds, 0.0)
     b_dv = tl.dot(b_pd.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    b_ds = b_ds.to(b_q.dtype)
+    b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+    if ADDS is not None:
+        add_dq(p_sum + first.to(tl.uint32) * D + order_of_sums(D, M), tl.dot(tl.trans(b_k), b_ds, input_precision=PRECISION), ADDS)
     return b_dk, b_dv
+
+
+@triton.jit
+def add_dq(p, b_x, ADDS: tl.constexpr):
+    """Adds a share of dQ^T [D, M] to its sums. "straight": every thread adds what it holds, which is right where no two hold the same element; the build
+    sees to that (build.held_once), and takes "any" instead, which costs a way through shared memory."""
+    if ADDS == "straight":
+        add_straight(p, b_x)
+    else:
+        tl.atomic_add(p, b_x, sem="relaxed")
+
+
+@triton.jit
+def order_of_sums(D: tl.constexpr, M: tl.constexpr):
+    """Where the sums of dQ^T [D, M] lie: blocks of 8 x 8, in which those that the 32 threads of a warp hold after a product follow each other."""
+    o_d, o_m = tl.arange(0, D)[:, None], tl.arange(0, M)[None, :]
+    return ((o_m // 8 * (D // 8) + o_d // 8) * 64 + o_m % 2 * 32 + o_d % 8 * 4 + o_m % 8 // 2).to(tl.uint32)
 
 
 # -- dQ --------------------------------------------------------------------------------------------------------------
@@ -287,7 +331,7 @@ def queries(
         MASK, SCORE, SLOPE, SCATTER, MAPPED, GIVEN, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE, PRECISION, UPCAST, STAGES, MASKED_STAGES)  # fmt: skip
     p_dq += i_b * s_dq[0] + i_h * s_dq[1]
     store_rows(p_dq + first * s_dq[2], s_dq, b_dq * scale[2], n_left, M, D, D_TRUE)
-    if unsound(b_dq):
+    if tl.max(tl.where(tl.abs(b_dq) < float("inf"), 0, 1), None) > 0:  # unsound(b_dq), as Triton 3.6 can compile it for Blackwell
         o_bh -= first
         query_rows(
             p_q + i_b * s_q[0] + i_h * s_q[1], p_k, p_v, p_do + i_b * s_do[0] + i_h * s_do[1], p_lse + o_bh, p_delta + o_bh, p_dq, p_seed,
@@ -368,12 +412,40 @@ def queries_step(
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
 
 
+@triton.jit
+def bring(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_seed, s_q, s_k, s_v, s_do, s_dq, tiles, s_tiles, n_tiles,
+    n_heads, ratio, n_q, n_kv, n_padded, scale, keep_scale, threshold, mask, score,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, MAPPED: tl.constexpr, GIVEN: tl.constexpr, DROPOUT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_TRUE: tl.constexpr, DV_TRUE: tl.constexpr,
+):  # fmt: skip
+    """dQ of a query tile from the sums that key programs made."""
+    i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    i_b, i_h = i_bh // n_heads, i_bh % n_heads
+    p_dq += i_b * s_dq[0] + i_h * s_dq[1]
+    at_once: tl.constexpr = min(M, 32)
+    b_bad = tl.zeros([at_once * D], tl.int32)
+    for part in tl.static_range(M // at_once):
+        first = i_tile * M + part * at_once
+        b_x = tl.load(p_sum + (i_bh.to(tl.int64) * n_padded + first) * D + tl.arange(0, at_once * D)) * scale[2]
+        b_bad |= tl.where(tl.abs(b_x) < float("inf"), 0, 1)  # not of the rows below: Triton 3.6 reduces such permuted ones wrongly
+        b_rows = b_x.reshape(at_once // 8, D // 8, 2, 8, 4).permute(0, 4, 2, 1, 3).reshape(at_once, D)  # see order_of_sums
+        store_rows(p_dq + first * s_dq[2], s_dq, b_rows, n_q - first, at_once, D, D_TRUE)
+    if tl.max(b_bad, 0) > 0:
+        o_bh = i_bh.to(tl.int64) * n_q
+        query_rows(
+            p_q + i_b * s_q[0] + i_h * s_q[1], p_k + i_b * s_k[0] + (i_h // ratio) * s_k[1], p_v + i_b * s_v[0] + (i_h // ratio) * s_v[1],
+            p_do + i_b * s_do[0] + i_h * s_do[1], p_lse + o_bh, p_delta + o_bh, p_dq, p_seed, s_q, s_k, s_v, s_do, s_dq,
+            tiles, i_b * s_tiles[0] + i_h * s_tiles[1] + i_tile, i_b, i_h, i_tile, n_q, n_kv, scale, keep_scale, threshold, mask, score,
+            MASK, SCORE, SLOPE, MAPPED, GIVEN, DROPOUT, M, N, D, DV, D_TRUE, DV_TRUE)  # fmt: skip
+
+
 # -- shared ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def final_scores_t(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
-    """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their sums are not stored."""
+    """final_scores of transposed [N keys, M queries] blocks. Keys past the end need no mask: their own sums are not stored, and see FAR."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[:, None]
     if SCORE is not None:
         b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])

@@ -25,8 +25,10 @@ TABLES = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 128, 8, 3), 256: Config(128, 64, 8, 2), 512: Config(64, 32, 8, 2)},
     "keys": {64: Config(64, 64, 4, 3), 128: Config(32, 128, 8, 3), 256: Config(64, 64, 8, 2), 512: Config(16, 32, 8, 1)},
     "queries": {64: Config(64, 128, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3), 512: Config(32, 16, 8, 1)},
+    "added": {64: Config(64, 64, 4, 3), 128: Config(64, 128, 8, 3)},
     "decode": {64: Config(16, 128, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 4, 3), 512: Config(16, 16, 4, 2)},
 }
+WIDEST_ADDED = max(TABLES["added"])
 SPARSE = 0.25  # maps of which less is computed have a large share of partial tiles: smaller ones waste less
 TABLES["sparse"] = TABLES["forward"] | {128: Config(64, 64, 4, 3)}
 
@@ -63,9 +65,15 @@ def within(config: Config, tile: tuple[int, int]) -> Config:
 
 
 def smaller(config: Config) -> Config | None:
-    """The next thing to try when a configuration does not fit a GPU's shared memory."""
-    if config.stages > 1:
+    """The next thing to try when a configuration does not fit a GPU's shared memory. With one stage alone every load is waited for: that comes last."""
+    if config.stages > 2:
         return config._replace(stages=config.stages - 1, masked_stages=min(config.masked_stages, config.stages - 1))
+    if config.n > 32 and config.n >= config.m:
+        return config._replace(n=config.n // 2)
+    if config.m > 32:
+        return config._replace(m=config.m // 2)
+    if config.stages > 1:
+        return config._replace(stages=1, masked_stages=1)
     if config.n > 16 and config.n >= config.m:
         return config._replace(n=config.n // 2)
     if config.m > 16:

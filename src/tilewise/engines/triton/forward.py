@@ -115,7 +115,8 @@ def attend(
     """One key tile: scores, running maximum and sum, and the weighted values."""
     n_left = n_kv - i_kv * N
     first = i_kv * N
-    b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE, MASKED)
+    narrow: tl.constexpr = (MASK is None) and (D <= 128)  # on an H200 +10 %; -5 % with a mask, -3 % for D256
+    b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE, MASKED, narrow)
     if UPCAST:
         b_k = b_k.to(tl.float32)
     b_s = rows_product(b_q, b_k, PRECISION)  # [M, N]
@@ -130,7 +131,7 @@ def attend(
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:
         b_p = drop(b_p, p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
-    b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED)
+    b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED, narrow)
     if UPCAST:
         b_v = b_v.to(tl.float32)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tilewise.engines.base import AGAIN, Again, Gradients, Output, like_query, like_rows
 from tilewise.engines.dropout import keep_scale, threshold
-from tilewise.engines.triton import fixed_point, interpreted, tuning
-from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, Config, all_smaller, choose, padded
+from tilewise.engines.triton import FARTHEST, fixed_point, interpreted, reach, tuning
+from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, WIDEST_ADDED, Config, all_smaller, choose, padded
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, architecture, prepare, sources_digest
 from tilewise.engines.triton.looking import kernel_map
 from tilewise.engines.triton.mods import gain_of, gauge_of, mask_of, mod_arguments, scales, scatter_of, score_of, slope_of
+from tilewise.engines.triton.parts import each, padded_rows, partition, sums_rows
 from tilewise.engines.triton.walks import column_tiles, row_tiles
 from tilewise.problem import Problem
 
@@ -80,38 +81,46 @@ def wide(p: Problem) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float32 else torch.float32
 
 
-def shift_parts(p: Problem) -> dict[str, Tensor | None]:
-    """-lse and -delta as 16-bit parts; 32-bit products need none."""
-    if p.dtype == torch.float32:
-        return {"p_lse_parts": None, "p_delta_parts": None}
-    lse, delta = p.query.new_empty((2, p.batch * p.heads * p.q_len, SHIFT_PARTS)).unbind()
-    return {"p_lse_parts": lse, "p_delta_parts": delta}
+def shift_parts(p: Problem) -> Tensor | None:
+    """-lse and -delta of each query as 16-bit parts; 32-bit products need none."""
+    return None if p.dtype == torch.float32 else p.query.new_empty((p.batch * p.heads * p.q_len, 2, SHIFT_PARTS))
 
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
     if p.score is not None and not all([p.score.captures[k].is_contiguous() for k in wanted]):  # their gradients are added up as if they were
         captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
         p = replace(p, score=replace(p.score, captures=captures), memory={})
+    if reach(grad_out) >= FARTHEST:
+        grad_out = grad_out.contiguous()
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
     delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     if p.query.numel() and p.key.numel():
-        # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
-        places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, output.out, output.lse, grad_out)])
         dlse = None if grad_lse is None else grad_lse.float().contiguous()
-        parts = shift_parts(p)
-        own = {"p_out": output.out, "p_do": grad_out, "p_lse": output.lse, "p_dlse": dlse, "p_delta": delta, **parts}
-        prepared(p, ("sums", places, dlse is None), False, lambda: prepare(sums_launch(p, own), p.device)).start(own)
-        given = {
-            "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": output.lse, "p_delta": delta, **parts,
-            "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p),
-        }  # fmt: skip
-        captured = _gradients(p, given, wanted, places)
+        axis, count = partition(p, padded(p.head_dim)) if adds(p, wanted) else (0, 1)
+        captured: dict[int, Tensor] = {}
+        for part, tensors in each(p, axis, count, output.out, grad_out, output.lse, dlse, delta, dq, dk, dv):
+            captured = _backward(part, wanted, *tensors)
     else:
         captured = {k: torch.zeros_like(p.score.captures[k]) for k in wanted} if p.score is not None else {}
         delta = delta.zero_() if grad_lse is None else -grad_lse
         for t in (dq, dk, dv):
             t.zero_()
     return Gradients(dq, dk, dv, sinks_gradient(p, output, delta), captured)
+
+
+def _backward(
+    p: Problem, wanted: frozenset[int], out: Tensor, grad_out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> dict[int, Tensor]:
+    # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
+    places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, out, lse, grad_out)])
+    parts = shift_parts(p)
+    own = {"p_out": out, "p_do": grad_out, "p_lse": lse, "p_dlse": dlse, "p_delta": delta, "p_parts": parts}
+    prepared(p, ("sums", places, dlse is None), False, lambda: prepare(sums_launch(p, own), p.device)).start(own)
+    given = {
+        "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": lse, "p_delta": delta, "p_parts": parts,
+        "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p),
+    }  # fmt: skip
+    return _gradients(p, given, wanted, places)
 
 
 def sinks_gradient(p: Problem, output: Output, delta: Tensor) -> Tensor | None:
@@ -121,11 +130,20 @@ def sinks_gradient(p: Problem, output: Output, delta: Tensor) -> Tensor | None:
     return -(weight * delta).sum((0, 2)).to(p.sinks.dtype)
 
 
+def adds(p: Problem, wanted: frozenset[int]) -> bool:
+    """Whether the programs that make dK and dV add up dQ too, in any order: five products a tile instead of seven. In 32 bits, and with wider heads, there
+    are no registers for it."""
+    return p.dtype != torch.float32 and max(p.head_dim, p.v_dim) <= WIDEST_ADDED and not p.deterministic and not wanted
+
+
 def _gradients(p: Problem, own: dict[str, Any], wanted: frozenset[int], places: Any) -> dict[int, Tensor]:
     """dQ, dK and dV into their tensors; the gradients of the wanted captures by slot."""
+    if adds(p, wanted):
+        _added_gradients(p, own, places)
+        return {}
 
     def start(kernel: str, shares: tuple[Tensor, ...], launch: Callable[..., Launch]) -> None:
-        given = own | {"score_g": shares}
+        given = own | {"score_g": shares, "sum_g": ()}
         prepared(p, (kernel, places, wanted), True, lambda: fitted(p, BACKWARD, lambda c: launch(p, given, wanted, *c))).start(given)
 
     if p.score is None or not wanted:
@@ -142,6 +160,18 @@ def _gradients(p: Problem, own: dict[str, Any], wanted: frozenset[int], places: 
     return {k: _as_gradient(p, k, fixed_point.gradient(k, found, gauged)) for k in wanted}
 
 
+def _added_gradients(p: Problem, own: dict[str, Any], places: Any) -> None:
+    sums = torch.zeros((sums_rows(p), padded(p.head_dim)), dtype=torch.float32, device=p.device)
+    given = own | {"score_g": (), "sum_g": (sums,)}
+    prepared(p, ("added", places), True, lambda: fitted(p, ADDED, lambda c: added_launch(p, given, *c))).start(given)
+    after = bring_own(own, sums)
+    prepared(p, ("bring", places), True, lambda: prepare(bring_launch(p, after), p.device)).start(after)
+
+
+def bring_own(own: dict[str, Any], sums: Tensor) -> dict[str, Any]:
+    return {name: own[name] for name in ("p_q", "p_k", "p_v", "p_do", "p_lse", "p_delta", "p_dq")} | {"p_sum": sums, "p_seed": own["p_seed"]}
+
+
 def _as_gradient(p: Problem, slot: int, shares: Tensor) -> Tensor:
     """Of a capture, from the sum of its shares."""
     assert p.score is not None
@@ -152,6 +182,7 @@ def _as_gradient(p: Problem, slot: int, shares: Tensor) -> Tensor:
 # -- kernels made ready ----------------------------------------------------------------------------------------------
 
 DECODE = ("decode",)
+ADDED = ("added",)  # the key programs of a backward, where they add up dQ
 _fitting: dict[Any, tuple[Config, ...]] = {}
 
 
@@ -177,7 +208,7 @@ def versions(p: Problem) -> tuple[int, ...] | None:
 def fitted(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...]], Launch]) -> Prepared | Interpreted:
     """The kernel in the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
     score = "" if p.score is None else p.score.program.text
-    tile = None if p.tiles is None else p.tiles.tile
+    tile = p.tiles.tile if p.tiles is not None and p.tiles.given else None  # others are cut as the kernels like
     key = (parts, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
     configs = _fitting.get(key)
     if configs is None or tuning.is_on():
@@ -291,7 +322,7 @@ def sums_launch(p: Problem, own: dict[str, Any]) -> Launch:
             "s_out": strides(own["p_out"]), "s_do": strides(own["p_do"]), "n_heads": p.heads, "n_q": p.q_len,
             "unit": scales(p)[2] * LOG2E if slope_of(p) is None else 1.0,
         },
-        {"HAS_DLSE": own["p_dlse"] is not None, "FOLDED": own["p_lse_parts"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
+        {"HAS_DLSE": own["p_dlse"] is not None, "FOLDED": own["p_parts"] is not None, "M": rows, "DV": padded(p.v_dim), "DV_TRUE": p.v_dim},
         4, 1,
     )  # fmt: skip
 
@@ -302,6 +333,32 @@ def gauge_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], keys: 
     programs = whole.programs - whole.rest["n_key_programs"]
     constants = whole.constants | {"SCATTER": gauge_of(p, wanted), "KEYS": False}
     return whole._replace(programs=programs, rest=whole.rest | {"n_key_programs": 0}, constants=constants)
+
+
+def added_launch(p: Problem, own: dict[str, Any], config: Config) -> Launch:
+    """The key programs alone, which add up dQ."""
+    whole = gradients_launch(p, own, frozenset(), config, config)
+    return whole._replace(programs=whole.rest["n_key_programs"], constants=whole.constants | {"ADDS": "straight"})
+
+
+def bring_launch(p: Problem, own: dict[str, Any]) -> Launch:
+    config = choose("added", p)
+    rows = row_tiles(p, config)
+    return Launch(
+        "bring",
+        p.batch * p.heads * rows.count,
+        own,
+        {
+            **{f"s_{name}": strides(own[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq")},
+            "tiles": rows.tensors, "s_tiles": rows.strides, "n_tiles": rows.count, **shape_arguments(p), "n_padded": padded_rows(p), "scale": scales(p),
+            **dropout_arguments(p), **mod_arguments(p),
+        },
+        {
+            "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "MAPPED": rows.mapped, "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0,
+            "M": config.m, "N": config.n, **{k: v for k, v in size_constants(p).items() if k.startswith("D")},
+        },
+        4, 1,
+    )  # fmt: skip
 
 
 def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], keys: Config, queries: Config) -> Launch:
@@ -315,11 +372,12 @@ def gradients_launch(p: Problem, own: dict[str, Any], wanted: frozenset[int], ke
             **{f"s_{name}": strides(own[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
             "columns": columns.tensors, "s_columns": columns.strides, "n_columns": columns.count,
             "rows": rows.tensors, "s_rows": rows.strides, "n_rows": rows.count, "n_key_programs": key_programs,
-            **shape_arguments(p), "scale": scales(p), **dropout_arguments(p), **mod_arguments(p),
+            **shape_arguments(p), "n_padded": padded_rows(p), "scale": scales(p), **dropout_arguments(p), **mod_arguments(p),
         },
         {
             "MASK": mask_of(p), "SCORE": score_of(p), "SLOPE": slope_of(p), "SCATTER": scatter_of(p, wanted), "MAPPED": rows.mapped,
-            "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_lse_parts"] is not None, "KEYS": True, **size_constants(p),
+            "GIVEN": mask_is_inside(p), "DROPOUT": p.dropout_p > 0, "FOLDED": own["p_parts"] is not None, "KEYS": True, "ADDS": None,
+            **size_constants(p),
             "KEYS_M": keys.m, "KEYS_N": keys.n, "QUERIES_M": queries.m, "QUERIES_N": queries.n,
             "KEYS_STAGES": keys.stages, "KEYS_MASKED_STAGES": keys.masked_stages,
             "QUERIES_STAGES": queries.stages, "QUERIES_MASKED_STAGES": queries.masked_stages,

@@ -13,11 +13,17 @@ LOG2E: tl.constexpr = tl.constexpr(config.LOG2E)
 
 
 @triton.jit
-def load_rows(p_first, s, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr, BOUNDED: tl.constexpr = True):
-    """[ROWS, COLUMNS] of a matrix, 0 outside; s are strides (batch, head, sequence, dim). BOUNDED: rows may end before ROWS."""
+def load_rows(
+    p_first, s, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr, BOUNDED: tl.constexpr = True, NARROW: tl.constexpr = False
+):
+    """[ROWS, COLUMNS] of a matrix, 0 outside; s are strides (batch, head, sequence, dim). BOUNDED: rows may end before ROWS. Offsets within a tile have 30
+    bits (see FARTHEST). NARROW: tell the compiler, which then keeps one register of each instead of two; whether that pays can only be measured."""
     o_row = tl.arange(0, ROWS)
     o_column = tl.arange(0, COLUMNS)
-    p = p_first + (o_row[:, None] * tl.cast(s[2], tl.int32) + o_column[None, :] * s[3])  # within a tile 32 bits are enough
+    o = o_row[:, None] * tl.cast(s[2], tl.int32) + o_column[None, :] * s[3]
+    if NARROW:
+        o = o.to(tl.uint32) % 0x40000000
+    p = p_first + o
     if COLUMNS == COLUMNS_TRUE:
         if BOUNDED:
             return tl.load(p, mask=o_row[:, None] < n_left, other=0.0)
@@ -225,6 +231,10 @@ if INTERPRETED:
     @triton.jit
     def rounded_product(a, b):
         return a * b
+
+    @triton.jit
+    def add_straight(p, b_x):
+        tl.atomic_add(p, b_x, sem="relaxed")
 else:
 
     @triton.jit
@@ -259,3 +269,11 @@ else:
     def rounded_product(a, b):
         """a b, rounded even where a sum follows: never part of a fused operation."""
         return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b + tl.zeros_like(a)], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def add_straight(p, b_x):
+        """Adds x to what lies at p: every thread what it holds. tl.atomic_add would first carry x through shared memory into an order of its own."""
+        address = p.to(tl.int64, bitcast=True)
+        tl.inline_asm_elementwise(  # build.STRAIGHT knows this text
+            "{ red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r", [address, b_x], dtype=tl.int32, is_pure=False, pack=1
+        )
