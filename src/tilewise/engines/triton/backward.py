@@ -185,9 +185,9 @@ def keys_walk(
         p_doh = p_do + i_b * s_do[0] + i_h * s_do[1]
         i_bh = (i_b * n_heads + i_h).to(tl.int64)
         p_lseh, p_deltah = p_lse + i_bh * n_q, p_delta + i_bh * n_q
-        p_partsh, p_sumh = p_parts, None
+        p_partsh, p_sumh = p_lseh, p_lseh  # any pointer, where there is none
         if FOLDED:
-            p_partsh += i_bh * n_q * (2 * SHIFT_PARTS)
+            p_partsh = p_parts + i_bh * n_q * (2 * SHIFT_PARTS)
         if ADDS is not None:
             p_sumh = sum_g[0] + i_bh * n_padded * D
         if MAPPED:
@@ -423,7 +423,7 @@ def bring(
     i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
     p_dq += i_b * s_dq[0] + i_h * s_dq[1]
-    at_once: tl.constexpr = min(M, 32)
+    at_once: tl.constexpr = 32 if M >= 32 else M
     b_bad = tl.zeros([at_once * D], tl.int32)
     for part in tl.static_range(M // at_once):
         first = i_tile * M + part * at_once
