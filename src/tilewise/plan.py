@@ -94,7 +94,7 @@ def map_of(problem: Problem, tile: tuple[int, int], look: Look | None = None) ->
     A map the user gave keeps its own tiles if these do not divide them. An engine may bring its own way to look into tiles.
     """
     given = problem.tiles
-    if given is not None and (given.given or given.mask is None):
+    if given is not None and given.given:
         divides = given.tile[0] % tile[0] == 0 and given.tile[1] % tile[1] == 0
         return maps.cut(given, tile) if divides else given
     if problem.mask is None:

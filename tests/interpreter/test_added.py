@@ -133,3 +133,16 @@ def test_given_tiles_keep_their_size_after_a_map_whose_tiles_are_as_large() -> N
     found, wanted = (gradients(inputs, backend, mask=given) for backend in ("triton", "reference"))
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_bare_tiles_are_given_though_nobody_says_so() -> None:
+    """Tiles of 16 rows, which the kernels' own of 32 would mix, and go past the sums of dQ with."""
+    inputs = tensors(1, 1, 130, 16)
+    geometry = Geometry(1, 1, 130, 130, (16, 16))
+    full = torch.rand((geometry.q_tiles, geometry.kv_tiles), generator=torch.Generator().manual_seed(0)) < 0.5
+    bare = tw.TileMap(geometry, from_dense(torch.zeros_like(full)), from_dense(full))
+    assert bare.given
+    allowed = full.repeat_interleave(16, 0).repeat_interleave(16, 1)[:130, :130]
+    found, wanted = gradients(inputs, "triton", mask=bare), gradients(inputs, "reference", mask=allowed)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)

@@ -25,7 +25,7 @@ class TileMap:
     """For every (b, h, query tile), the runs of partial and of full key tiles.
 
     `mask` decides inside partial tiles. A map made from a mask can be cut into other tiles at will; a map that was
-    `given` as bare tiles is itself part of the meaning (what it leaves out is masked) and can only be cut smaller.
+    `given` as bare tiles is itself part of the meaning (what it leaves out is masked) and can only be cut smaller. One without a mask always is.
     """
 
     geometry: Geometry
@@ -35,6 +35,10 @@ class TileMap:
     name: str = "mask"
     given: bool = False
     derived: dict[str, Any] = field(default_factory=dict)  # what engines made of this map, kept with it
+
+    def __post_init__(self) -> None:
+        if self.mask is None:
+            object.__setattr__(self, "given", True)
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
         """Something computed from the map, computed once."""
@@ -127,7 +131,8 @@ class TileMap:
         g = self.geometry
         if tile == g.tile:
             return self
-        if not self.given and self.mask is not None:
+        if not self.given:
+            assert self.mask is not None
             return from_call(self.mask, replace(g, tile=tile), self.name, self.device)
         if g.tile[0] % tile[0] or g.tile[1] % tile[1]:
             raise InputError(f"a map given as tiles of {g.tile} can only be cut into tiles that divide them, not {tile}")

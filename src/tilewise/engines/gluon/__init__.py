@@ -14,7 +14,7 @@ from tilewise.engines.base import on_boundaries
 from tilewise.engines.gluon.config import backward_cut, backward_tile, forward_cut, forward_tile
 from tilewise.engines.gluon.patches import HEIGHT, width
 from tilewise.engines.triton import MISSING as NO_TRITON
-from tilewise.engines.triton import KernelEngine, interpreted
+from tilewise.engines.triton import KernelEngine, interpreted, too_far
 from tilewise.problem import Problem
 
 HOPPER = (9, 0)
@@ -69,7 +69,7 @@ def refuse_problem(p: Problem) -> str | None:
     """Why the kernels cannot serve a problem, whatever the device."""
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"Query, key, and value must be either bfloat16 or float16, got {p.dtype}"
-    return _shape(p) or _strides(p) or _tiles(p)
+    return _shape(p) or _strides(p) or too_far(p) or _tiles(p)
 
 
 def refuse_backward(p: Problem, learns: bool) -> str | None:

@@ -65,9 +65,9 @@ class TritonEngine(KernelEngine):
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
         if problem.dtype not in DTYPES:
             return f"it computes in float16, bfloat16 and float32, got {problem.dtype}"
-        for name, t in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
-            if reach(t) >= FARTHEST:
-                return f"it needs rows of a tile within {FARTHEST} elements of each other, {name}'s strides are {tuple(t.stride())}"
+        far = too_far(problem)
+        if far is not None:
+            return far
         if problem.tiles is not None and problem.tiles.given:
             tile = problem.tiles.tile
             if any([side % LEAST_TILE for side in tile]):
@@ -87,6 +87,13 @@ class TritonEngine(KernelEngine):
         from tilewise.engines.triton import soon
 
         return soon
+
+
+def too_far(problem: Problem) -> str | None:
+    for name, t in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
+        if reach(t) >= FARTHEST:
+            return f"it needs rows of a tile within {FARTHEST} elements of each other, {name}'s strides are {tuple(t.stride())}"
+    return None
 
 
 def reach(t: Tensor) -> int:
