@@ -25,3 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+@pytest.fixture
+def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel store, and memories of configurations, of the test's own."""
+    from tilewise import store
+    from tilewise.engines.triton import run, tuning
+
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
+    store._private_folder.cache_clear()
+    monkeypatch.setattr(tuning, "_found", {})
+    monkeypatch.setattr(run, "_fitting", {})

@@ -196,7 +196,8 @@ def tell_observers(engine: Engine, problem: Problem, mask_name: str) -> None:
 
 def refusal(choice: Choice, request: Request, problem: Problem) -> str:
     reasons = "; ".join([f"{v.engine}: {v.reason}" for v in choice.verdicts if v.reason is not None])
-    return f"backend {request.backend!r} (from {request.source}) cannot serve {problem.describe()}. {reasons}"
+    advice = "" if request.backend == "auto" else ". 'auto' takes an engine that can; tilewise.explain(...) tells which"
+    return f"backend {request.backend!r} (from {request.source}) cannot serve {problem.describe()}. {reasons}{advice}"
 
 
 def is_logged() -> bool:

@@ -1,24 +1,21 @@
 """Tuning by the GPU's own clock: results stay right, and the winner is used from then on."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tilewise as tw
-from tilewise import masks, store
+from tilewise import masks
+
+pytestmark = pytest.mark.usefixtures("untuned")
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store and memories of its own; and few candidates, as each is compiled."""
-    from tilewise.engines.triton import run, tuning
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few candidates, as each is compiled."""
+    from tilewise.engines.triton import tuning
 
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
-    store._private_folder.cache_clear()
-    monkeypatch.setattr(tuning, "_found", {})
-    monkeypatch.setattr(run, "_fitting", {})
     every = tuning.candidates
     monkeypatch.setattr(tuning, "candidates", lambda *asked: every(*asked)[:3])
 

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,7 @@ from tilewise import masks, store
 from tilewise.engines.triton import run, tuning
 from tilewise.engines.triton.config import BACKWARD, SMALL, Config
 
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store and memories of its own."""
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
-    store._private_folder.cache_clear()
-    monkeypatch.setattr(tuning, "_found", {})
-    monkeypatch.setattr(run, "_fitting", {})
+pytestmark = pytest.mark.usefixtures("untuned")
 
 
 @pytest.fixture

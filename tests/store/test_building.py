@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pyte
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_causal_kernels_compile_and_a_second_build_does_nothing(arch: str, dim: int) -> None:
-    kernels = {64: 5, 128: 6}[dim]  # forward (in two configurations), the look into tiles, sums, gradients, and what brings dQ from its sums
+    kernels = {64: 5, 128: 6}[dim]  # forward (in two configurations), the look into tiles, deltas, gradients, and what brings dQ from its sums
     if arch == "sm_90" and NO_GLUON is None:
         kernels += 7  # forward and its mending; what stands before the backward, the backward, and what follows it; stencils of either pass
     first = tw.build_kernels([masks.causal], head_dims=[dim], arch=arch)
@@ -82,7 +82,7 @@ def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
     for launches in (*ahead.forward_launches(problem), *ahead.backward_launches(problem, frozenset())):
         launch = launches()[0]
         loops = loops_of_products(machine_code(launch, 90))
-        assert loops or launch.kernel in ("sums", "classify", "bring")
+        assert loops or launch.kernel in ("deltas", "classify", "bring")
         for body in loops:
             spills, waits, products = (len(re.findall(word, body)) for word in (r"\b(?:LDL|STL)\b", "WARPGROUP.DEPBAR", "HGMMA"))
             assert spills == 0, f"{launch.kernel} D{dim}: {spills} spills in a loop of {products} products"

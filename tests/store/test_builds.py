@@ -258,7 +258,7 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
         parts_of(request_of(launch, 90))
     wait_for(lambda: not builds._process.threads)
     hopper = {"hopper_forward", "mend_forward", "prepare_backward", "hopper_backward", "finish_backward", "cut_stencils"}
-    follow = {"triton": {"forward", "sums", "gradients", "bring"}, "gluon": hopper}
+    follow = {"triton": {"forward", "deltas", "gradients", "bring"}, "gluon": hopper}
     assert set(built) == {"classify"} | follow[engine]
 
 

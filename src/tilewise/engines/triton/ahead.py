@@ -47,24 +47,24 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
         "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows, "p_parts": run.shift_parts(p),
         **{name: t.new_empty(t.shape) for name, t in (("p_dq", p.query), ("p_dk", p.key), ("p_dv", p.value))}, "p_seed": run.seed_of(p),
     }  # fmt: skip
-    sums: Callable[[], list[Launch]] = lambda: [  # noqa: E731
-        run.sums_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, "p_parts": run.shift_parts(p)})
+    deltas: Callable[[], list[Launch]] = lambda: [  # noqa: E731
+        run.deltas_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, "p_parts": run.shift_parts(p)})
     ]
     if run.adds(p, wanted):
         return [
-            sums,
+            deltas,
             _ladder(p, run.ADDED, lambda c: run.added_launch(p, own | {"score_g": (), "sum_g": (rows,)}, *c)),
             lambda: [run.bring_launch(p, run.bring_own(own, rows))],
         ]
     if p.score is None or not wanted:
-        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": (), "sum_g": ()}, wanted, *c))]
+        return [deltas, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": (), "sum_g": ()}, wanted, *c))]
     if not p.deterministic:
         shares = fixed_point.zeros(p, wanted, run.wide(p))
-        return [sums, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": shares, "sum_g": ()}, wanted, *c))]
+        return [deltas, _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": shares, "sum_g": ()}, wanted, *c))]
     gauged = fixed_point.gauges(p, wanted)
     totals = fixed_point.Totals(fixed_point.zeros(p, wanted, torch.int64), gauged.limits.double())  # arithmetic without data makes torch import for seconds
     return [
-        sums,
+        deltas,
         _ladder(p, BACKWARD, lambda c: run.gauge_launch(p, own | {"score_g": gauged.arguments, "sum_g": ()}, wanted, *c)),
         _ladder(p, BACKWARD, lambda c: run.gradients_launch(p, own | {"score_g": totals.arguments, "sum_g": ()}, wanted, *c)),
     ]

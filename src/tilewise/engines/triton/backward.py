@@ -1,4 +1,4 @@
-"""The backward kernels: `sums` (delta), then `gradients`, whose programs each make dK and dV of a key tile, or dQ of a query tile.
+"""The backward kernels: `deltas`, then `gradients`, whose programs each make dK and dV of a key tile, or dQ of a query tile.
 
 P = exp(s - lse), dP = dropout(dO V^T), delta = dO . O - dlse, dS = P (dP - delta), dscore = dS * score'
 dV = dropout(P)^T dO, dK = scale dscore^T Q, dQ = scale dscore K
@@ -30,7 +30,7 @@ from tilewise.engines.triton.steps import (
 
 
 @triton.jit
-def sums(
+def deltas(
     p_out, p_do, p_lse, p_dlse, p_delta, p_parts, s_out, s_do, n_heads, n_q, unit,
     HAS_DLSE: tl.constexpr, FOLDED: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DV_TRUE: tl.constexpr,
 ):  # fmt: skip

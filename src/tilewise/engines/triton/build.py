@@ -14,14 +14,14 @@ from tilewise.engines.triton.modules import Generated
 
 FUNCTIONS = {
     "forward": forward.forward, "split": decode.split, "combine": decode.combine,
-    "sums": backward.sums, "gradients": backward.gradients, "bring": backward.bring, "classify": classify.classify,
+    "deltas": backward.deltas, "gradients": backward.gradients, "bring": backward.bring, "classify": classify.classify,
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 TENSOR_MEMORY, TOO_MUCH = 512, 2**20  # columns of it that Blackwell has; bytes of shared memory that no GPU has
 STRAIGHT = "red.relaxed.gpu.global.add.f32"  # what steps.add_straight does for every element
 
 # Whose source is read first, where several are waiting: those that are read in no time, then those that take longest after it; the others last.
-READ_FIRST = ("classify", "sums", "combine", "prepare_backward", "gradients", "hopper_forward", "hopper_backward")
+READ_FIRST = ("classify", "deltas", "combine", "prepare_backward", "gradients", "hopper_forward", "hopper_backward")
 # Triton reads a kernel's source in Python, which only one thread can do at a time anyway. Here they take turns, because Triton sets the process's
 # filters of warnings meanwhile, and because some versions of Python count the depth of all threads' syntax trees together (python/cpython#106905).
 _reading = builds.Turns()
@@ -55,14 +55,13 @@ def compiled(request: Request) -> dict[str, bytes]:
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not wide}
     _hash_triton()
     kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
-    tensor_memory = getattr(kernel.metadata, "tmem_size", None) or 0
-    in_hand = tensor_memory <= TENSOR_MEMORY  # else Triton leaves a kernel that does nothing
-    if in_hand and constants.get("ADDS") == "straight" and not held_once(kernel, constants["D"] * constants["KEYS_M"], request.warps):
+    fits = (getattr(kernel.metadata, "tmem_size", None) or 0) <= TENSOR_MEMORY  # else Triton leaves a kernel that does nothing
+    if fits and constants.get("ADDS") == "straight" and not held_once(kernel, constants["D"] * constants["KEYS_M"], request.warps):
         return compiled(request._replace(constants=tuple([(name, "any" if name == "ADDS" else value) for name, value in request.constants])))
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
     facts = {
-        "name": kernel.metadata.name, "shared": kernel.metadata.shared if in_hand else TOO_MUCH, "warps": kernel.metadata.num_warps, "types": types,
+        "name": kernel.metadata.name, "shared": kernel.metadata.shared if fits else TOO_MUCH, "warps": kernel.metadata.num_warps, "types": types,
         "extra_pointers": _parameters(kernel.asm["ptx"]) - len(types),
         "boxes": [(m["block_size"], m["swizzle"]) for m in getattr(kernel.metadata, "tensordesc_meta", None) or ()],
     }  # fmt: skip

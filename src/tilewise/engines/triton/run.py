@@ -115,7 +115,7 @@ def _backward(
     places = tuple([(t.stride(), t.data_ptr() % 16) for t in (p.query, p.key, p.value, out, lse, grad_out)])
     parts = shift_parts(p)
     own = {"p_out": out, "p_do": grad_out, "p_lse": lse, "p_dlse": dlse, "p_delta": delta, "p_parts": parts}
-    prepared(p, ("sums", places, dlse is None), False, lambda: prepare(sums_launch(p, own), p.device)).start(own)
+    prepared(p, ("deltas", places, dlse is None), False, lambda: prepare(deltas_launch(p, own), p.device)).start(own)
     given = {
         "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": lse, "p_delta": delta, "p_parts": parts,
         "p_dq": dq, "p_dk": dk, "p_dv": dv, "p_seed": seed_of(p),
@@ -312,10 +312,10 @@ def combine_launch(p: Problem, own: dict[str, Any], splits: int) -> Launch:
     )  # fmt: skip
 
 
-def sums_launch(p: Problem, own: dict[str, Any]) -> Launch:
+def deltas_launch(p: Problem, own: dict[str, Any]) -> Launch:
     rows = 32
     return Launch(
-        "sums",
+        "deltas",
         p.batch * p.heads * -(-p.q_len // rows),
         own,
         {
