@@ -90,6 +90,17 @@ def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_a_forward_in_32_bits_hardly_spills(dim: int) -> None:
+    """On plain arithmetic units a tile a little too large spills as often as it multiplies, and takes ten times as long."""
+    from tilewise.building import _problem
+    from tilewise.engines.triton import ahead
+
+    sass = machine_code(ahead.forward_launches(_problem(masks.causal, None, dim, torch.float32, 4096))[0]()[0], 90)
+    spills, products = (len(re.findall(word, sass)) for word in (r"\b(?:LDL|STL)\b", r"\bFFMA\b"))
+    assert spills < products / 20, f"D{dim}: {spills} spills beside {products} products"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim: int) -> None:
     """A configuration that would take more tensor memory than there is, for which Triton makes a kernel that does nothing, is not taken."""

@@ -37,6 +37,8 @@ MASKED = {
     "keys": {128: Config(32, 64, 4, 3), 256: Config(32, 64, 8, 3)},
     "queries": {128: Config(64, 64, 4, 2)},
 }
+# Forward for 32-bit inputs on plain arithmetic units. Larger tiles spill kilobytes (D128: 64 x 64 takes ten times as long).
+PLAIN_UNITS = {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 2), 512: Config(16, 16, 8, 2)}
 BACKWARD = ("keys", "queries")  # the two kinds of programs of one kernel: they must have the same warps
 SMALL = Config(32, 32, 4, 1, 1)  # Triton's interpreter: small tiles, so that small tests have tails and several tiles
 
@@ -44,6 +46,11 @@ SMALL = Config(32, 32, 4, 1, 1)  # Triton's interpreter: small tiles, so that sm
 def padded(size: int) -> int:
     """The power of two a head dim is padded to in registers; products need at least 16."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """What tl.dot calls the way of multiplying 32-bit numbers; products of 16-bit ones are exact, whatever this says."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def choose(kernel: str, p: Problem) -> Config:
@@ -54,8 +61,10 @@ def choose(kernel: str, p: Problem) -> Config:
         largest, config = next((size, c) for size, c in TABLES[kernel].items() if width <= size)
         if p.mask is not None and (p.score is None or largest > 128):
             config = MASKED.get(kernel, {}).get(largest, config)
-        if p.dtype == torch.float32:  # twice the bytes, and products on plain arithmetic units
+        if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
+            if kernel in ("forward", "sparse") and precision(p.dtype) == "ieee":
+                config = PLAIN_UNITS[largest]
     return config if p.tiles is None or not p.tiles.given else within(config, p.tiles.tile)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.triton.careful import CHUNK, row_step
-from tilewise.engines.triton.steps import LOG2E, drop, final_scores, load_rows, lost, rows_product, unsound
+from tilewise.engines.triton.steps import LOG2E, add_values, drop, final_scores, load_rows, lost, rows_product, unsound
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def split_step(
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:
         b_p = drop(b_p, p_seed, threshold, i_b, i_h, i_q, o_kv[None, :])
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    b_acc = add_values(b_acc, b_decay, b_p, b_v, PRECISION)
     return b_top, b_l, b_acc
 
 

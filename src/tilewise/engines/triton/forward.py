@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tilewise.engines.triton.careful import finish, forward_rows
 from tilewise.engines.triton.steps import (
+    add_values,
     drop,
     final_scores,
     full_runs,
@@ -134,5 +135,5 @@ def attend(
     b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED, narrow)
     if UPCAST:
         b_v = b_v.to(tl.float32)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    b_acc = add_values(b_acc, b_decay, b_p, b_v, PRECISION)
     return b_top, b_l, b_acc

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.engines.base import AGAIN, Again, Gradients, Output, like_query, like_rows
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import FARTHEST, fixed_point, interpreted, reach, tuning
-from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, WIDEST_ADDED, Config, all_smaller, choose, padded
+from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, WIDEST_ADDED, Config, all_smaller, choose, padded, precision
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, architecture, prepare, sources_digest
 from tilewise.engines.triton.looking import kernel_map
 from tilewise.engines.triton.mods import gain_of, gauge_of, mask_of, mod_arguments, scales, scatter_of, score_of, slope_of
@@ -439,8 +439,7 @@ def dropout_arguments(p: Problem) -> dict[str, Any]:
 
 
 def size_constants(p: Problem) -> dict[str, Any]:
-    precise = "tf32" if p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     return {
         "D": padded(p.head_dim), "DV": padded(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim,
-        "PRECISION": precise, "UPCAST": interpreted() and p.dtype == torch.bfloat16,
+        "PRECISION": precision(p.dtype), "UPCAST": interpreted() and p.dtype == torch.bfloat16,
     }  # fmt: skip

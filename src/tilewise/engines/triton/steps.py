@@ -88,7 +88,7 @@ def mask_decides(tiles, row, run, GIVEN: tl.constexpr):
 
 @triton.jit
 def rows_product(b_x, b_y, PRECISION: tl.constexpr):
-    """x y^T. A sum in 32 bits over a head dim longer than 128 is cut into parts of 64: its error grows with the length."""
+    """x y^T. In 32 bits the error grows with a sum's length: over a head dim longer than 128 it is cut into parts of 128."""
     if (PRECISION != "ieee") or (b_x.dtype != tl.float32):
         return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
     elif b_x.shape[1] == 256:
@@ -105,14 +105,23 @@ def rows_product(b_x, b_y, PRECISION: tl.constexpr):
 def product_of_256(b_x, b_y):
     b_x0, b_x1 = halves(b_x)
     b_y0, b_y1 = halves(b_y)
-    return product_of_128(b_x0, b_y0) + product_of_128(b_x1, b_y1)
+    return sum_apart(tl.dot(b_x0, tl.trans(b_y0), input_precision="ieee"), 1.0, tl.dot(b_x1, tl.trans(b_y1), input_precision="ieee"))
 
 
 @triton.jit
-def product_of_128(b_x, b_y):
-    b_x0, b_x1 = halves(b_x)
-    b_y0, b_y1 = halves(b_y)
-    return tl.dot(b_x0, tl.trans(b_y0), input_precision="ieee") + tl.dot(b_x1, tl.trans(b_y1), input_precision="ieee")
+def add_values(b_acc, b_decay, b_p, b_v, PRECISION: tl.constexpr):
+    """What is summed so far [M, DV], times its decay [M], and the weighted values of one more tile. In 32 bits a tile is summed up for itself, because the
+    backward's delta sees every error of the output."""
+    if (PRECISION != "ieee") or (b_v.dtype != tl.float32):
+        return tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    else:
+        return sum_apart(b_acc, b_decay[:, None], tl.dot(b_p, b_v, input_precision="ieee"))
+
+
+@triton.jit
+def sum_apart(b_x, factor, b_y):
+    """x factor + y, in words that Triton does not know: of a product that is added to something it makes one that goes on with it."""
+    return tl.fma(b_x, factor, b_y)
 
 
 @triton.jit
