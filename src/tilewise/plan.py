@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.errors import MisuseError
 from tilewise.lang import Call
 from tilewise.problem import Problem
 from tilewise.tiles import Geometry, Look, Runs, TileMap, from_call
@@ -48,9 +49,9 @@ class MapCache:
             return given
         tensors = tuple(getattr(runs, field) for runs in (given.partial, given.full) for field in ("offsets", "start", "count"))
         if any(t.is_inference() for t in tensors):
-            return given.recut(tile)
+            return _recut(given, tile)
         key = ("given", tuple((id(t), t._version) for t in tensors), given.geometry, tile)
-        return self._get(key, tensors, given.mask, True, lambda: given.recut(tile))
+        return self._get(key, tensors, given.mask, True, lambda: _recut(given, tile))
 
     def _get(self, key: Any, tensors: tuple[torch.Tensor, ...], mask: Call | None, given: bool, make: Callable[[], TileMap]) -> TileMap:
         found = self._maps.find(key, tensors)
@@ -62,6 +63,7 @@ class MapCache:
         return made
 
     def _build(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None) -> TileMap:
+        refuse_capture(device)
         self.built += 1
         return from_call(call, geometry, "mask", device, look)
 
@@ -77,6 +79,20 @@ class MapCache:
         self._bytes = 0
         for forget in self.also:
             forget()
+
+
+def _recut(given: TileMap, tile: tuple[int, int]) -> TileMap:
+    refuse_capture(given.device)
+    return given.recut(tile)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Making a map waits for the GPU, which would end a capture with an error that names neither."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise MisuseError(
+            "the tile map of this mask is not there yet and cannot be made while a CUDA graph is captured: call attention once before the capture, "
+            "with the same mask on tensors of the same sizes (and its backward, if that is captured too)"
+        )
 
 
 def finish(device: torch.device) -> None:

@@ -276,3 +276,11 @@ def test_everything_is_forgotten_when_what_was_made_for_maps_grows_large() -> No
     assert told == [True] and not cache._maps
     cache.weigh(2**28)
     assert told == [True]  # counted from the last one on
+
+
+def test_a_map_that_is_missing_during_a_capture_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call = trace_mask(masks.causal)
+    with pytest.raises(RuntimeError, match="call attention once before the capture"):
+        maps.get(call, geometry(), torch.device("cuda"))
+    maps.get(call, geometry(), CPU)  # no capture is disturbed on a CPU
