@@ -62,15 +62,25 @@ def interpreted(call: Call, axes: Axes) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("axes", [BY_QUERY, BY_KEY], ids=lambda a: a.name)
 def test_generated_programs(axes: Axes) -> None:
+    check(drawn(), axes)
+
+
+@pytest.mark.parametrize("axes", [BY_QUERY, BY_KEY], ids=lambda a: a.name)
+def test_an_integer_has_no_negative_zero(axes: Axes) -> None:
+    """-0.5 as an integer is 0, and as a float again 0, not -0: what is divided by it has the sign it had."""
+    check([(("//", ("score",), ("cast", "int64", ("score",))), 0)], axes)
+
+
+def check(programs: list[tuple[Any, int]], axes: Axes) -> None:
     calls, sources = [], []
-    for tree, seed in drawn():
+    for tree, seed in programs:
         call = trace_value(function_of(tree, captures(seed)), torch.float32)
         if interpreted(call, axes) is None:
             continue
         source = score_source([writer(call, axes)], "float")
         sources.append(re.sub(rf"void {axes.name}\(", f"void program_{len(calls)}(", source))
         calls.append((tree, call))
-    assert len(calls) > PROGRAMS // 2
+    assert len(calls) > len(programs) // 2
     data = compiler.compiled("\n".join(sources), ("-O1", "-ffp-contract=off"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "programs.so"

@@ -40,10 +40,12 @@ template <typename T> constexpr T NOT_A_NUMBER = std::numeric_limits<T>::quiet_N
 INLINE float to_half(float x) { half h; narrow(x, h); return widen(h); }
 INLINE float to_bfloat(float x) { bfloat h; narrow(x, h); return widen(h); }
 
-// Numbers outside the range, and NaN, become the lowest integer before they are cut to fewer bits.
+// Numbers outside the range, and NaN, become the lowest integer before they are cut to fewer bits. Those next to 0 become 0 by hand: of an integer that is
+// made a float again, compilers make trunc(x), which is -0 for them.
 template <typename I, typename F> INLINE I to_integer(F x) {
     const bool holds = x >= (F)-9223372036854775808.0 && x < (F)9223372036854775808.0;
-    return (I)(holds ? (i64)(holds ? x : 0) : std::numeric_limits<i64>::min());
+    const bool whole = holds && (x >= 1 || x <= -1);
+    return (I)(holds ? (i64)(whole ? x : 0) : std::numeric_limits<i64>::min());
 }
 
 // Where element `index` of a dimension lies: negative ones count from the end, others are kept inside.
