@@ -1,6 +1,7 @@
-"""tilewise beside its peers on one GPU, in one run: dense and causal, grouped heads, programmed masks and scores, decoding, memory, cold starts; its tile maps.
+"""tilewise beside its peers on one GPU, in one run: dense and causal, the same in single precision, grouped heads, programmed masks and
+scores, decoding, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [grouped] [masks] [decode] [host] [maps] [memory] [cold]
+    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [host] [maps] [memory] [cold]
                              [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER] [--fa4 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
@@ -168,9 +169,11 @@ def flash3(folder: str) -> Callable[..., Any]:
     return Function.apply
 
 
-def tensors(batch: int, heads: int, length: int, dim: int, kv_heads: int | None = None, kv_len: int | None = None) -> tuple[Tensor, ...]:
+def tensors(
+    batch: int, heads: int, length: int, dim: int, kv_heads: int | None = None, kv_len: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, ...]:
     def make(h: int, n: int) -> Tensor:
-        return torch.randn(batch, h, n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return torch.randn(batch, h, n, dim, device="cuda", dtype=dtype, requires_grad=True)
 
     return make(heads, length), make(kv_heads or heads, kv_len or length), make(kv_heads or heads, kv_len or length)
 
@@ -204,6 +207,25 @@ def dense(args: argparse.Namespace) -> list[list[str]]:
                 ]
                 flops = 4 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
                 table.append(row(f"{'causal' if causal else 'full'} D{dim} S{length}", peers, inputs, flops, rep=args.rep))
+    return table
+
+
+def single(args: argparse.Namespace) -> list[list[str]]:
+    """float32, which the Triton engine computes."""
+    length = 4096
+    flex = [] if args.no_flex else ["torch flex"]
+    table = [["float32, B1 S4096 (forward / backward TFLOP/s)", "tilewise triton", "SDPA, memory-efficient", *flex]]
+    for dim in args.dims:
+        for causal in (False, True):
+            heads, mask = WIDTH // dim, masks.causal if causal else None
+            peers = [
+                Peer("tilewise triton", partial(tilewise.attention, mask=mask, backend="triton")),
+                Peer("SDPA, memory-efficient", sdpa(SDPBackend.EFFICIENT_ATTENTION, causal)),
+                *([] if args.no_flex else [Peer("flex", torch_flex(mask, None, length))]),
+            ]
+            flops = 4 * heads * length * length * dim * (0.5 if causal else 1.0)
+            inputs = tensors(1, heads, length, dim, dtype=torch.float32)
+            table.append(row(f"{'causal' if causal else 'full'} D{dim}", peers, inputs, flops, rep=args.rep))
     return table
 
 
@@ -447,7 +469,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["dense", "grouped", "masks", "decode", "host", "maps", "memory", "cold"]
+    names = ["dense", "single", "grouped", "masks", "decode", "host", "maps", "memory", "cold"]
     parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     own = ["gluon", "triton"] if hopper else ["triton"]
@@ -464,8 +486,11 @@ def main() -> None:
         parser.error("no NVIDIA GPU here, or a torch without CUDA; benchmarks/cpu.py and benchmarks/anywhere.py need none")
     args.rep = 40 if args.quick else 100
     args.lengths = args.lengths or ([8192] if args.quick else [2048, 8192, 16384])
-    parts = {"dense": dense, "grouped": grouped, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold}
-    header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}, bf16"
+    parts = {
+        "dense": dense, "single": single, "grouped": grouped, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold,
+    }  # fmt: skip
+    versions = f"torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}"
+    header = f"{torch.cuda.get_device_name()}, {versions}, bf16 unless said otherwise"
     print(header)
     command = "python " + " ".join("FOLDER" if word in (args.fa3, args.fa4) else word for word in sys.argv)
     for name in args.parts or parts:
