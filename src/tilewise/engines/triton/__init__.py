@@ -92,7 +92,7 @@ class TritonEngine(KernelEngine):
 def too_far(problem: Problem) -> str | None:
     for name, t in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
         if reach(t) >= FARTHEST:
-            return f"it needs rows of a tile within {FARTHEST} elements of each other, {name}'s strides are {tuple(t.stride())}"
+            return f"it needs rows of a tile within {FARTHEST} elements of each other, {name}'s strides are {tuple(t.stride())}; {name}.contiguous() serves"
     return None
 
 

@@ -47,9 +47,10 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Callable[[], l
         "p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": out, "p_lse": rows, "p_delta": rows, "p_parts": run.shift_parts(p),
         **{name: t.new_empty(t.shape) for name, t in (("p_dq", p.query), ("p_dk", p.key), ("p_dv", p.value))}, "p_seed": run.seed_of(p),
     }  # fmt: skip
-    deltas: Callable[[], list[Launch]] = lambda: [  # noqa: E731
-        run.deltas_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, "p_parts": run.shift_parts(p)})
-    ]
+
+    def deltas() -> list[Launch]:
+        return [run.deltas_launch(p, {"p_out": out, "p_do": out, "p_lse": rows, "p_dlse": None, "p_delta": rows, "p_parts": run.shift_parts(p)})]
+
     if run.adds(p, wanted):
         return [
             deltas,

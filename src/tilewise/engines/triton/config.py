@@ -37,8 +37,9 @@ MASKED = {
     "keys": {128: Config(32, 64, 4, 3), 256: Config(32, 64, 8, 3)},
     "queries": {128: Config(64, 64, 4, 2)},
 }
-# Forward for 32-bit inputs on plain arithmetic units. Larger tiles spill kilobytes (D128: 64 x 64 takes ten times as long).
-PLAIN_UNITS = {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 2), 512: Config(16, 16, 8, 2)}
+# The same for 32-bit inputs on plain arithmetic units, where it is not half of the above. Larger tiles spill kilobytes (D128: 64 x 64 takes ten times as long).
+PLAIN_UNITS = {"forward": {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 2), 512: Config(16, 16, 8, 2)}}
+PLAIN_UNITS["sparse"] = PLAIN_UNITS["forward"]
 BACKWARD = ("keys", "queries")  # the two kinds of programs of one kernel: they must have the same warps
 SMALL = Config(32, 32, 4, 1, 1)  # Triton's interpreter: small tiles, so that small tests have tails and several tiles
 
@@ -63,8 +64,8 @@ def choose(kernel: str, p: Problem) -> Config:
             config = MASKED.get(kernel, {}).get(largest, config)
         if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
-            if kernel in ("forward", "sparse") and precision(p.dtype) == "ieee":
-                config = PLAIN_UNITS[largest]
+            if precision(p.dtype) == "ieee":
+                config = PLAIN_UNITS.get(kernel, {}).get(largest, config)
     return config if p.tiles is None or not p.tiles.given else within(config, p.tiles.tile)
 
 

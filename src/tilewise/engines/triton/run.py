@@ -209,7 +209,7 @@ def fitted(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...
     """The kernel in the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
     score = "" if p.score is None else p.score.program.text
     tile = p.tiles.tile if p.tiles is not None and p.tiles.given else None  # others are cut as the kernels like
-    key = (parts, p.head_dim, p.v_dim, p.dtype, p.mask is None, score, tile, p.device)
+    key = (parts, p.head_dim, p.v_dim, p.dtype, precision(p.dtype), p.mask is None, score, tile, p.device)
     configs = _fitting.get(key)
     if configs is None or tuning.is_on():
         configs = _tuned(p, parts, make)
