@@ -178,6 +178,19 @@ def test_native_refuses_with_a_reason(name: str) -> None:
         tw.attention(*q_k_v(), backend="native", **options)
 
 
+def test_triton_refuses_gradients_that_take_more_shared_memory_than_small_gpus_have() -> None:
+    from tilewise.engines.triton import shared_memory, too_wide
+    from tilewise.problem import Options, make_problem
+
+    def reason(arch: int, dim: int = 320, dtype: torch.dtype = torch.float32, learns: bool = True) -> str | None:
+        tensors = [torch.zeros(1, 1, 4, dim, dtype=dtype, requires_grad=learns) for _ in range(3)]
+        return too_wide(make_problem(*tensors, None, [], Options())[0], shared_memory(arch))
+
+    assert "got 320 on a GPU that has 99 KiB; bfloat16 and float16 take less" in (reason(89) or "")
+    assert reason(120) is not None
+    assert all(r is None for r in (reason(80), reason(90), reason(89, 256), reason(89, dtype=torch.bfloat16), reason(89, learns=False)))
+
+
 @pytest.mark.parametrize("lengths", [(0, 4), (4, 0)])
 def test_native_refuses_empty_problems(lengths: tuple[int, int]) -> None:
     q, (k, v) = torch.randn(1, 2, lengths[0], 8), torch.randn(2, 1, 2, lengths[1], 8)

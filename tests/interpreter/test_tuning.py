@@ -12,7 +12,7 @@ import torch
 import tilewise as tw
 from tilewise import masks, store
 from tilewise.engines.triton import run, tuning
-from tilewise.engines.triton.config import BACKWARD, SMALL, Config
+from tilewise.engines.triton.config import BACKWARD, SMALL, Config, is_miscompiled
 
 pytestmark = pytest.mark.usefixtures("untuned")
 
@@ -91,3 +91,15 @@ def test_candidates_differ_in_one_number_and_share_their_warps() -> None:
     assert found[0] == table and len(found) == len(set(found)) == 14
     assert all(keys.warps == queries.warps for keys, queries in found)
     assert all(c.m in (16, 32) and c.n in (16, 32, 64) for configs in tuning.candidates(("forward",), (Config(32, 64, 4, 2),), (32, 64)) for c in configs)
+
+
+def test_what_is_known_to_be_compiled_wrongly_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[Config, ...]] = []
+    monkeypatch.setattr(run, "is_miscompiled", lambda kernel, config, precision: is_miscompiled(kernel, config, "bf16x6"))
+    monkeypatch.setattr(tuning, "milliseconds", lambda start: start() or 1.0)
+    original = run.gradients_launch
+    monkeypatch.setattr(run, "gradients_launch", lambda p, own, wanted, *configs: timed.append(configs) or original(p, own, wanted, *configs))
+    with tw.autotuned():
+        both_passes()
+    assert any(keys.m == 64 for keys, _ in timed) and any(queries.n == 64 for _, queries in timed)
+    assert all(keys.n < 64 and queries.m < 64 for keys, queries in timed)

@@ -90,14 +90,27 @@ def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_a_forward_in_32_bits_hardly_spills(dim: int) -> None:
-    """On plain arithmetic units a tile a little too large spills as often as it multiplies, and takes ten times as long."""
+@pytest.mark.parametrize(("in_parts", "product", "most"), [(True, "HGMMA", 1.0), (False, "FFMA", 0.05)], ids=["in parts", "plain units"])
+def test_a_forward_in_32_bits_hardly_spills(in_parts: bool, product: str, most: float, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile a little too large spills as often as it multiplies, and takes ten times as long."""
+    from tilewise.building import _problem
+    from tilewise.engines.triton import ahead, config
+
+    monkeypatch.setattr(config, "has_parts", lambda: in_parts)
+    sass = machine_code(ahead.forward_launches(_problem(masks.causal, None, dim, torch.float32, 4096))[0]()[0], 90)
+    spills, products = (len(re.findall(word, sass)) for word in (r"\b(?:LDL|STL)\b", rf"\b{product}\b"))
+    assert products > 0 and spills < most * products, f"D{dim}: {spills} spills beside {products} products"
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_backward_in_parts_has_no_product_that_is_compiled_wrongly(dim: int) -> None:
+    """See config.is_miscompiled."""
     from tilewise.building import _problem
     from tilewise.engines.triton import ahead
 
-    sass = machine_code(ahead.forward_launches(_problem(masks.causal, None, dim, torch.float32, 4096))[0]()[0], 90)
-    spills, products = (len(re.findall(word, sass)) for word in (r"\b(?:LDL|STL)\b", r"\bFFMA\b"))
-    assert spills < products / 20, f"D{dim}: {spills} spills beside {products} products"
+    gradients = ahead.backward_launches(_problem(masks.causal, None, dim, torch.float32, 4096), frozenset())[1]()[0]
+    sass = machine_code(gradients, 90)
+    assert dict(gradients.constants)["PRECISION"] == "bf16x6" and "HMMA" in sass and "HGMMA" not in sass
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -105,7 +118,7 @@ def test_a_forward_in_32_bits_hardly_spills(dim: int) -> None:
 def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim: int) -> None:
     """A configuration that would take more tensor memory than there is, for which Triton makes a kernel that does nothing, is not taken."""
     from tilewise.building import _problem
-    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton import ahead, shared_memory
     from tilewise.engines.triton.launch import Launch, parts_of, request_of
 
     tried: list[Launch] = []
@@ -120,7 +133,7 @@ def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim
     for launches in ahead.backward_launches(problem, frozenset()):
         ahead.build(Watched(launches()), 100)
         facts = json.loads(parts_of(request_of(tried[-1], 100))["facts"])
-        assert facts["shared"] <= ahead.SHARED_MEMORY[100]
+        assert facts["shared"] <= shared_memory(100)
     assert len(tried) == (5 if dim == 128 and not deterministic else len(ahead.backward_launches(problem, frozenset())))
 
 

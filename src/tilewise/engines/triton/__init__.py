@@ -20,6 +20,9 @@ from tilewise.problem import Problem
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LEAST_TILE = 16  # rows or keys that a product needs
 MOST_ROWS, FARTHEST = 256, 2**30  # of a tile: rows, and elements from its first to its last
+WIDE_HEAD, SHARED_BY_WIDE = 256, 145 * 1024  # gradients of wider heads take so many bytes of shared memory in 32 bits, in the smallest tiles
+SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024}  # bytes that a program may have
+LEAST_SHARED = 99 * 1024  # on all other GPUs
 OLDEST_GPU = (8, 0)
 OLDEST_TRITON = (3, 3)
 
@@ -63,6 +66,9 @@ class TritonEngine(KernelEngine):
             capability = torch.cuda.get_device_capability(problem.device)
             if capability < OLDEST_GPU:
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
+            wide = too_wide(problem, shared_memory(10 * capability[0] + capability[1]))
+            if wide is not None:
+                return wide
         if problem.dtype not in DTYPES:
             return f"it computes in float16, bfloat16 and float32, got {problem.dtype}"
         far = too_far(problem)
@@ -87,6 +93,21 @@ class TritonEngine(KernelEngine):
         from tilewise.engines.triton import soon
 
         return soon
+
+
+def shared_memory(arch: int) -> int:
+    return SHARED_MEMORY.get(arch, LEAST_SHARED)
+
+
+def too_wide(problem: Problem, shared: int) -> str | None:
+    """Why a GPU with so many bytes of shared memory for a program cannot make the gradients of a problem."""
+    widest = max(problem.head_dim, problem.v_dim)
+    if problem.dtype != torch.float32 or widest <= WIDE_HEAD or shared >= SHARED_BY_WIDE or not any([t.requires_grad for t in problem.tensors]):
+        return None
+    return (
+        f"gradients of float32 head dims above {WIDE_HEAD} take {SHARED_BY_WIDE // 1024} KiB of shared memory, "
+        f"got {widest} on a GPU that has {shared // 1024} KiB; bfloat16 and float16 take less"
+    )
 
 
 def too_far(problem: Problem) -> str | None:

@@ -6,15 +6,12 @@ from typing import Any
 import torch
 
 from tilewise.engines.base import like_query
-from tilewise.engines.triton import fixed_point, run
+from tilewise.engines.triton import fixed_point, run, shared_memory
 from tilewise.engines.triton.config import BACKWARD, Config, all_smaller, choose
 from tilewise.engines.triton.launch import Launch, parts_of, request_of
 from tilewise.engines.triton.looking import BLOCK, classify_launch
 from tilewise.problem import Problem
 from tilewise.tiles import Geometry
-
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
-LEAST_SHARED = 99 * 1024
 
 
 def forward_launches(p: Problem) -> list[Callable[[], list[Launch]]]:
@@ -87,7 +84,7 @@ def build(launches: list[Launch], arch: int) -> str:
     """Compile the first launch whose kernel fits the architecture's shared memory; its name and size."""
     import json
 
-    limit = SHARED_MEMORY.get(arch, LEAST_SHARED)
+    limit = shared_memory(arch)
     for launch in launches:
         facts = json.loads(parts_of(request_of(launch, arch))["facts"])
         if facts["shared"] <= limit:

@@ -1,6 +1,7 @@
 """Tile sizes, warps and pipeline stages, by kernel, dtype and head dim; an over-budget choice steps down by itself."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,16 @@ MASKED = {
 # The same for 32-bit inputs on plain arithmetic units, where it is not half of the above. Larger tiles spill kilobytes (D128: 64 x 64 takes ten times as long).
 PLAIN_UNITS = {"forward": {64: Config(32, 128, 8, 2), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 2), 512: Config(16, 16, 8, 2)}}
 PLAIN_UNITS["sparse"] = PLAIN_UNITS["forward"]
+# The same for 32-bit inputs in three parts (see `precision`), which take three times the registers. A backward has less than 64 rows in a product: see
+# is_miscompiled.
+IN_PARTS = {
+    "forward": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 64, 8, 2), 512: Config(16, 32, 8, 2)},
+    "keys": {64: Config(64, 32, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 16, 8, 2), 512: Config(32, 16, 8, 1, 1)},
+    "queries": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 8, 2), 256: Config(16, 64, 8, 2), 512: Config(16, 32, 8, 1, 1)},
+    "decode": {64: Config(16, 64, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 2)},
+}
+IN_PARTS["sparse"] = IN_PARTS["forward"]
+WHERE_PRECISION = {"ieee": PLAIN_UNITS, "bf16x6": IN_PARTS}
 BACKWARD = ("keys", "queries")  # the two kinds of programs of one kernel: they must have the same warps
 SMALL = Config(32, 32, 4, 1, 1)  # Triton's interpreter: small tiles, so that small tests have tails and several tiles
 
@@ -50,8 +61,25 @@ def padded(size: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """What tl.dot calls the way of multiplying 32-bit numbers; products of 16-bit ones are exact, whatever this says."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """What tl.dot calls the way of multiplying 32-bit numbers; products of 16-bit ones are exact, whatever this says.
+
+    "bf16x6" is as good as float32: a number is the sum of three bf16 ones, and of the nine products of two such sums tensor cores make the six that matter.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    if torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "bf16x6" if has_parts() else "ieee"
+
+
+@lru_cache(maxsize=1)
+def has_parts() -> bool:
+    """Triton 3.6 is the first that multiplies in parts."""
+    if interpreted():
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return "bf16x6" in CUDAOptions.allowed_dot_input_precisions
 
 
 def choose(kernel: str, p: Problem) -> Config:
@@ -64,9 +92,15 @@ def choose(kernel: str, p: Problem) -> Config:
             config = MASKED.get(kernel, {}).get(largest, config)
         if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
-            if precision(p.dtype) == "ieee":
-                config = PLAIN_UNITS.get(kernel, {}).get(largest, config)
+            config = WHERE_PRECISION.get(precision(p.dtype), {}).get(kernel, {}).get(largest, config)
     return config if p.tiles is None or not p.tiles.given else within(config, p.tiles.tile)
+
+
+def is_miscompiled(kernel: str, config: Config, precision: str) -> bool:
+    """Whether a configuration is known to become wrong code. A product of 64 rows finds its factors in shared memory by addresses in registers that all
+    threads share. A backward in parts has many of them, and the assembler of CUDA 12.8, which Triton 3.6 brings, overwrites some."""
+    rows = config.n if kernel == "keys" else config.m
+    return precision == "bf16x6" and kernel in BACKWARD and rows >= 64
 
 
 def within(config: Config, tile: tuple[int, int]) -> Config:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.engines.base import AGAIN, Again, Gradients, Output, like_query, like_rows
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.triton import FARTHEST, fixed_point, interpreted, reach, tuning
-from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, WIDEST_ADDED, Config, all_smaller, choose, padded, precision
+from tilewise.engines.triton.config import BACKWARD, LOG2E, SHIFT_PARTS, SPARSE, WIDEST_ADDED, Config, all_smaller, choose, is_miscompiled, padded, precision
 from tilewise.engines.triton.launch import Aligned, Interpreted, Launch, OutOfSharedMemory, Prepared, Strides, architecture, prepare, sources_digest
 from tilewise.engines.triton.looking import kernel_map
 from tilewise.engines.triton.mods import gain_of, gauge_of, mask_of, mod_arguments, scales, scatter_of, score_of, slope_of
@@ -228,9 +228,12 @@ def _tuned(p: Problem, parts: tuple[str, ...], make: Callable[[tuple[Config, ...
     """The configurations of kernels like this one: those found by trying, now or earlier, else the table's."""
     tile = p.tiles.tile if p.tiles is not None and p.tiles.given else None
     arch = architecture(p.device) if p.device.type == "cuda" else p.device.type
-    kind = f"{parts} {p.head_dim} {p.v_dim} {p.dtype} masked {p.mask is not None} scored {p.score is not None} tiles {tile} {arch} {sources_digest()}"
+    inputs = f"{p.head_dim} {p.v_dim} {p.dtype} {precision(p.dtype)}"
+    kind = f"{parts} {inputs} masked {p.mask is not None} scored {p.score is not None} tiles {tile} {arch} {sources_digest()}"
 
     def milliseconds(configs: tuple[Config, ...]) -> float:
+        if any([is_miscompiled(part, config, precision(p.dtype)) for part, config in zip(parts, configs, strict=True)]):
+            raise RuntimeError("the compiler makes wrong code of it")
         launch = make(configs)
         own = {name: tuple([t.clone() for t in v]) if type(v) is tuple else v for name, v in launch.own.items()}  # sums, which trials would add to
         ready = prepare(launch, p.device)
