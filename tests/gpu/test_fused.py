@@ -131,17 +131,20 @@ def test_two_threads_cold(engine: str) -> None:
     assert len(found) == 4 and all(torch.equal(found[0], f) for f in found)
 
 
-def test_true_float32_unless_tf32_is_allowed() -> None:
-    query, key, value = (t.detach() for t in tensors(1, 2, 256, 64, dtype=torch.float32))
-    exact = tw.attention(query.double(), key.double(), value.double(), backend="reference")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("score", [None, scores.softcap(20.0)], ids=["no score", "softcap"])
+def test_true_float32_unless_tf32_is_allowed(score: Any, dim: int) -> None:
+    inputs = tensors(1, 2, 333, dim, dtype=torch.float32)
+    options = {"mask": masks.causal, "score": score}
+    exact = both_passes("reference", *[t.detach().double().requires_grad_() for t in inputs], **options)
 
-    def error() -> float:
-        return float((tw.attention(query, key, value, backend="triton").double() - exact).abs().max())
+    def errors() -> list[float]:
+        return [float((found.double() - e).abs().max() / e.abs().max()) for found, e in zip(both_passes("triton", *inputs, **options), exact, strict=True)]
 
-    assert error() < 1e-5
+    assert max(errors()) < 1e-5
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert 1e-5 < error() < 1e-2
+        assert all(1e-5 < e < 1e-2 for e in errors())
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
