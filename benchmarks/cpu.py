@@ -98,11 +98,11 @@ def beside_sdpa() -> str:
 def beside_flex(length: int = 4096, dim: int = 64) -> str:
     slopes = torch.tensor([2.0 ** -(h + 1) for h in range(HEADS)])
     ids = torch.arange(length) // (length // 8)
-    causal = lambda b, h, q, kv: q >= kv  # noqa: E731
-    window = lambda b, h, q, kv: (q >= kv) & (q - kv <= 256)  # noqa: E731
-    document = lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])  # noqa: E731
-    alibi = lambda s, b, h, q, kv: s + slopes[h] * (kv - q)  # noqa: E731
-    softcap = lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0)  # noqa: E731
+    causal = lambda b, h, q, kv: q >= kv
+    window = lambda b, h, q, kv: (q >= kv) & (q - kv <= 256)
+    document = lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+    alibi = lambda s, b, h, q, kv: s + slopes[h] * (kv - q)
+    softcap = lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0)
     cases: dict[str, tuple[Any, Any, Any, Any]] = {  # torch's mask and score, ours
         "causal": (causal, None, masks.causal, None),
         "causal, window 256": (window, None, window, None),

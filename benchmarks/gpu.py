@@ -248,7 +248,7 @@ def programmed(args: argparse.Namespace) -> list[list[str]]:
     slopes = scores.alibi_slopes(heads).cuda()
     relative = torch.randn(heads, 2 * length - 1, device="cuda") * 0.1
     side = math.isqrt(length)
-    causal: Any = lambda b, h, q, kv: q >= kv  # noqa: E731
+    causal: Any = lambda b, h, q, kv: q >= kv
     work = {
         "causal": (masks.causal, None),
         "causal window 1024": (lambda b, h, q, kv: (q >= kv) & (q - kv < 1024), None),
@@ -312,7 +312,7 @@ def host(args: argparse.Namespace) -> list[list[str]]:
     """Host time of a tiny call: how long the host takes to hand it over, whatever the GPU does."""
     q, k, v = (t.detach() for t in tensors(1, 2, 128, 64))
     inputs = tensors(1, 2, 128, 64)
-    function: Any = lambda b, h, i, j: i >= j  # noqa: E731
+    function: Any = lambda b, h, i, j: i >= j
     theirs = functional.scaled_dot_product_attention(*inputs)
     flex = torch_flex(function, None, 128)
     work: dict[str, Callable[[], Any]] = {
@@ -449,8 +449,8 @@ def cold_seconds(name: str, folder: str) -> float:
         os.environ[variable] = str(Path(folder) / variable.lower())
     inputs = tensors(1, 16, 4096, 128)
     torch.autograd.grad(inputs[0].sum(), inputs[0], torch.ones((), device="cuda", dtype=torch.bfloat16))  # torch's own imports for gradients
-    mask: Any = lambda b, h, q, kv: (q >= kv) & ((q - kv < 700) | (kv % 64 < 3))  # noqa: E731
-    score: Any = lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0) - 0.01 * (q - kv)  # noqa: E731
+    mask: Any = lambda b, h, q, kv: (q >= kv) & ((q - kv < 700) | (kv % 64 < 3))
+    score: Any = lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0) - 0.01 * (q - kv)
     torch.cuda.synchronize()
     begin = time.perf_counter()
     if name == "torch flex":

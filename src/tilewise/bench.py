@@ -43,7 +43,7 @@ class Rate(NamedTuple):
 def works(length: int, heads: int, device: torch.device) -> list[Work]:
     ids = torch.arange(length, device=device) * 8 // length
     slopes = scores.alibi_slopes(heads).to(device)
-    causal: Callable[..., Any] = lambda b, h, q, kv: q >= kv  # noqa: E731
+    causal: Callable[..., Any] = lambda b, h, q, kv: q >= kv
     return [
         Work("full", sdpa_causal=False),
         Work("causal", causal, sdpa_causal=True),

@@ -90,7 +90,7 @@ def test_each_layer_with_its_engine_mask_and_tiles() -> None:
 
 def test_layers_that_bypass_are_named_with_the_line_that_routes_them() -> None:
     mixed = model(SdpaAttention(), WrittenOutAttention(), LinearAttention(), Router(), Unused(), nn.MultiheadAttention(16, 2, batch_first=True))
-    forward = lambda: mixed[5](*(3 * [mixed[:5](x_of())]), need_weights=False)  # noqa: E731
+    forward = lambda: mixed[5](*(3 * [mixed[:5](x_of())]), need_weights=False)
     with tw.watch(mixed) as w:
         forward()
     found = {layer.name: (layer.uses[0].engine, layer.bypasses) for layer in w.layers}

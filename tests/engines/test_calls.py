@@ -98,7 +98,7 @@ def test_captured_tensors_are_known_by_identity(traced: list[int]) -> None:
 
 def test_a_captured_tensor_changed_in_place_counts() -> None:
     x, ids = tensors(), torch.arange(24) // 6
-    mask = lambda b, h, q, kv: ids[q] == ids[kv]  # noqa: E731
+    mask = lambda b, h, q, kv: ids[q] == ids[kv]
     attend(x, mask=mask)
     ids.copy_(torch.arange(24) // 4)
     torch.testing.assert_close(attend(x, mask=mask), right(x, mask=masks.document(torch.arange(24) // 4)))
@@ -138,7 +138,7 @@ def test_what_a_function_reads_from_objects_is_looked_at_every_time() -> None:
 
 def test_contents_read_while_tracing_are_read_every_time() -> None:
     x, n = tensors(), torch.tensor([2])
-    mask = lambda b, h, q, kv: (q - kv < n.item()) & (q >= kv)  # noqa: E731
+    mask = lambda b, h, q, kv: (q - kv < n.item()) & (q >= kv)
     for value in (2, 6):
         n.fill_(value)
         torch.testing.assert_close(attend(x, mask=mask), right(x, mask=within(value)))
@@ -146,7 +146,7 @@ def test_contents_read_while_tracing_are_read_every_time() -> None:
 
 def test_a_tensor_that_moved_counts() -> None:
     x, bias = tensors(), torch.zeros(24)
-    score = lambda s, b, h, q, kv: s + bias[kv]  # noqa: E731
+    score = lambda s, b, h, q, kv: s + bias[kv]
     attend(x, score=score)
     bias.data = torch.linspace(-3, 3, 24)
     torch.testing.assert_close(attend(x, score=score), right(x, score=lambda s, b, h, q, kv: s + torch.linspace(-3, 3, 24)[kv]))
@@ -155,7 +155,7 @@ def test_a_tensor_that_moved_counts() -> None:
 def test_gradients_of_a_remembered_call() -> None:
     x = [t.requires_grad_() for t in tensors()]
     table = torch.randn(2, 24, requires_grad=True)
-    score = lambda s, b, h, q, kv: s + table[h, kv]  # noqa: E731
+    score = lambda s, b, h, q, kv: s + table[h, kv]
     expected = torch.autograd.grad(right(x, score=score).square().sum(), [*x, table])
     for _ in range(3):
         for a, b in zip(torch.autograd.grad(attend(x, score=score).square().sum(), [*x, table]), expected, strict=True):

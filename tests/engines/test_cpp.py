@@ -92,7 +92,7 @@ def test_memory_that_is_kept_holds_nothing_that_is_read() -> None:
     """A large call leaves NaN behind; a smaller one after it finds them in its workspace."""
     spoilt = [torch.full((1, 2, 300, 48), torch.nan, dtype=d, requires_grad=True) for d in (torch.float32, torch.bfloat16)]
     inputs = [q_k_v(length=n, dtype=d) for d in (torch.float32, torch.bfloat16) for n in (65, 200)]
-    mask = lambda b, h, q, kv: (q >= kv) & (q < 100)  # noqa: E731  # the last blocks of queries attend to nothing
+    mask = lambda b, h, q, kv: (q >= kv) & (q < 100)  # the last blocks of queries attend to nothing
     fresh = [_gradients(*tensors, mask) for tensors in inputs]
     for t in spoilt:
         assert all(g.isnan().all() for g in _gradients(t, t, t, None))

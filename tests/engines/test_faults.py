@@ -163,7 +163,7 @@ def test_row_2_padding_of_a_whole_batch_element(engine: str, value: float) -> No
 def test_row_2_a_query_of_a_masked_row(engine: str) -> None:
     """A NaN in a query that attends to nothing reaches no one."""
     q, k, v = tensors()
-    mask = lambda b, h, i, j: (i != 70) & (i >= j)  # noqa: E731
+    mask = lambda b, h, i, j: (i != 70) & (i >= j)
     clean = run(q, k, v, engine, mask=mask)
     spoilt = run(poisoned(q, (0, 0, 70), NAN), k, v, engine, mask=mask)
     for a, b in zip(clean, spoilt, strict=True):
@@ -306,7 +306,7 @@ def test_row_5_huge_logits(engine: str, dtype: torch.dtype, scale: float) -> Non
 def test_row_7_indices_are_64_bit(engine: str) -> None:
     """i * 2**24 passes 2**31 at i = 128."""
     q, k, v = tensors()
-    far = lambda b, h, i, j: i * 2**24 >= j * 2**24  # noqa: E731
+    far = lambda b, h, i, j: i * 2**24 >= j * 2**24
     torch.testing.assert_close(run(q, k, v, engine, mask=far), run(q, k, v, engine, mask=masks.causal))
 
 
@@ -314,7 +314,7 @@ def test_row_7_indices_are_64_bit(engine: str) -> None:
 def test_row_7_loads_of_int32_join_64_bits(engine: str) -> None:
     q, k, v = tensors()
     positions = torch.arange(150, dtype=torch.int32)
-    far = lambda b, h, i, j: (positions[i].long() * 2**24 >= positions[j].long() * 2**24) & (i * i * i * 1000 >= j * j * j * 1000)  # noqa: E731
+    far = lambda b, h, i, j: (positions[i].long() * 2**24 >= positions[j].long() * 2**24) & (i * i * i * 1000 >= j * j * j * 1000)
     torch.testing.assert_close(run(q, k, v, engine, mask=far), run(q, k, v, engine, mask=masks.causal))
 
 
@@ -377,7 +377,7 @@ def test_row_12_empty_problems(engine: str, lengths: tuple[int, int]) -> None:
     q, (k, v) = tensors(2, 2, lengths[0], 8)[0], tensors(2, 2, lengths[1], 8)[1:]
     ids = torch.zeros(lengths[1], dtype=torch.int64)
     table = torch.zeros(2, lengths[1], requires_grad=True)
-    mask = lambda b, h, i, j: ids[j] == 0  # noqa: E731
+    mask = lambda b, h, i, j: ids[j] == 0
     out, lse, *found = run(q, k, v, engine, mask=mask, score=None)
     assert out.shape == (2, 2, lengths[0], 8) and (out == 0).all() and (lse == -INF).all()
     assert all((g == 0).all() for g in found)

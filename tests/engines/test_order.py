@@ -385,7 +385,7 @@ def test_kernels_built_ahead_are_those_of_patches(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
     near = masks.neighborhood((64, 64), 13)
-    own = lambda s, b, h, q, kv: s * 0.7531 + q  # noqa: E731  # a program that no other test has
+    own = lambda s, b, h, q, kv: s * 0.7531 + q  # a program that no other test has
     tw.build_kernels(masks=[near], scores=[own], head_dims=[64], dtypes=["fp32"], arch="cpu")
     before = Counts.built
     x = torch.randn((1, 1, 64 * 64, 64), requires_grad=True)

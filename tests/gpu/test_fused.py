@@ -260,7 +260,7 @@ def test_hopper_survives_huge_logits(mask: Any, scale: float) -> None:
 @hopper
 def test_hopper_kernels_can_be_captured_and_replayed() -> None:
     query, key, value = (t.detach() for t in tensors(2, 4, 700, 128))
-    step = lambda: tw.attention(query, key, value, mask=masks.causal, backend="gluon")  # noqa: E731
+    step = lambda: tw.attention(query, key, value, mask=masks.causal, backend="gluon")
     wanted = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -336,7 +336,7 @@ def test_a_call_like_an_earlier_one_takes_the_short_way(engine: str, monkeypatch
     window = torch.tensor(90, device="cuda")  # a mask that holds a tensor takes the long way: its map depends on the contents
     ways: dict[str, Any] = {"plain": {}, "causal": {"mask": masks.causal}, "a function": {"mask": lambda b, h, q, kv: q - kv < 100}}
     held = {"mask": lambda b, h, q, kv: q - kv < window}
-    call = lambda inputs, options: tw.attention(*inputs, backend=engine, **options)  # noqa: E731
+    call = lambda inputs, options: tw.attention(*inputs, backend=engine, **options)
     first, second = ([t.detach() for t in tensors(2, 2, 300, 64)] for _ in range(2))
     wanted = {name: call(second, options) for name, options in ways.items()}
     calls: list[Any] = []

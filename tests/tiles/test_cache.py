@@ -57,7 +57,7 @@ def dense(mask: Any, length: int = LENGTH) -> Tensor:
 
 
 def test_batches_and_heads_that_a_mask_does_not_look_at_share_its_map() -> None:
-    by_head = lambda b, h, q, kv: q - kv <= h * 100  # noqa: E731
+    by_head = lambda b, h, q, kv: q - kv <= h * 100
 
     def attended(mask: Any, batch: int, heads: int) -> int:
         x = torch.zeros((batch, heads, LENGTH, 4))

@@ -23,7 +23,7 @@ _functions: dict[Any, tuple[Generated | None]] = {}
 
 def mask_of(p: Problem) -> Generated | None:
     """Exact whatever the inputs' type: a rounding may change what is allowed."""
-    make = lambda call: generated("mask", mask_source(_writer(call.program, call, extents_of(p), True, False)))  # noqa: E731
+    make = lambda call: generated("mask", mask_source(_writer(call.program, call, extents_of(p), True, False)))
     return None if p.mask is None else _function("mask", p.mask, p, make)
 
 
@@ -32,7 +32,7 @@ def score_of(p: Problem, in_parts: bool = False) -> Generated | None:
     _, call, _ = _inner(p)
     if call is None or call.program.instructions[call.program.results[0]].op == "score":
         return None if _overall_scale(p) >= SMALLEST_SCALE else UNCHANGED
-    make = lambda call: _scored("score_mod", score_source, call.program, call, p, in_parts)  # noqa: E731
+    make = lambda call: _scored("score_mod", score_source, call.program, call, p, in_parts)
     return _function(f"score {in_parts}", call, p, make)
 
 
