@@ -47,7 +47,6 @@ IN_PARTS = {
     "forward": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2), 256: Config(32, 64, 8, 2), 512: Config(16, 32, 8, 2)},
     "keys": {64: Config(64, 32, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(64, 16, 8, 2), 512: Config(32, 16, 8, 1, 1)},
     "queries": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 8, 2), 256: Config(16, 64, 8, 2), 512: Config(16, 32, 8, 1, 1)},
-    "decode": {64: Config(16, 64, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 2)},
 }
 IN_PARTS["sparse"] = IN_PARTS["forward"]
 WHERE_PRECISION = {"ieee": PLAIN_UNITS, "bf16x6": IN_PARTS}
