@@ -6,6 +6,7 @@ Plain PyTorch, the measure, is the same model in the tested dtype on torch's own
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import tilewise as tw
-from tests.error_rule import FORWARD, GRADIENT, errors_of, hold
+from tests.error_rule import FORWARD, errors_of, hold, hold_gradient
 from tilewise.dispatch import CANDIDATES
 
 Call = Callable[[nn.Module, torch.dtype], Tensor]
+OTHER_SEEDS = range(2, 7)  # of outputs' gradients, for parameters of few elements (see error_rule)
 MATTERS = 1e-3  # leaving attention out moves the output by at least this share of its size
 
 
@@ -80,19 +82,28 @@ def check(
         moved = (call(model, dtype) - measures[0]["output"]).abs().max()
     assert moved > MATTERS * measures[0]["output"].abs().max(), f"attention hardly matters here: without it the output moves by {float(moved):.3g}"
     largest = max(float(g.abs().max()) for name, g in truth.items() if name != "output")
+
+    def other_draws(name: str) -> Tensor:
+        with plain[0](exact), Exactly():
+            truths = [_results(exact, call, torch.float64, seed)[name] for seed in OTHER_SEEDS]
+        with plain[0](model):
+            return errors_of([(_results(model, call, dtype, seed)[name], other) for seed, other in zip(OTHER_SEEDS, truths, strict=True)])
+
     for name, expected in truth.items():
         errors = errors_of([(found[name], expected) for found in measures])
-        factor, reference = (FORWARD, None) if name == "output" else (GRADIENT, largest)
-        hold(name, tested[name], expected, errors, factor, reference)
+        if name == "output":
+            hold(name, tested[name], expected, errors, FORWARD)
+        else:
+            hold_gradient(name, tested[name], expected, errors, largest, partial(other_draws, name))
     assert any(float(g.abs().max()) > 0 for name, g in tested.items() if name != "output")
     return watched
 
 
-def _results(model: nn.Module, call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The output, and the gradient of every parameter that gets one."""
+def _results(model: nn.Module, call: Call, dtype: torch.dtype, seed: int = 1) -> dict[str, Tensor]:
+    """The output, and the gradient of every parameter that gets one; `seed` draws the output's gradient."""
     model.zero_grad(set_to_none=True)
     out = call(model, dtype)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
     (out * weights).sum().backward()
     found = {"output": out.detach()}
     found |= {f"gradient of {name}": p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
