@@ -63,15 +63,18 @@ def check(case: Case, engine: str, device: str = "cpu", dtype: torch.dtype = tor
         seeds = range(seed + 1, seed + DRAWS)
         return [(by_plain_torch(case, make(case, dtype, dtype, device, n)), by_reference(case, make(case, dtype, torch.float64, device, n))) for n in seeds]
 
+    def in_other_draws(name: str) -> Tensor:
+        return _errors_of_gradient(name, other_draws())
+
     for name, exact in truth.outputs.items():
         hold(name, tested.outputs[name], exact, errors_of([(p.outputs[name], t.outputs[name]) for p, t in plain]), FORWARD)
     largest = max((_largest(g) for g in truth.gradients.values()), default=0.0)
     for name, exact in truth.gradients.items():
-        errors = partial(_errors_of_gradients, name)
-        hold_gradient(f"gradient of {name}", tested.gradients[name], exact, errors(plain), largest, lambda errors=errors: errors(other_draws()))
+        measure = _errors_of_gradient(name, plain)
+        hold_gradient(f"gradient of {name}", tested.gradients[name], exact, measure, largest, partial(in_other_draws, name))
 
 
-def _errors_of_gradients(name: str, results: list[tuple[Results, Results]]) -> Tensor:
+def _errors_of_gradient(name: str, results: list[tuple[Results, Results]]) -> Tensor:
     return errors_of([(plain.gradients[name], truth.gradients[name]) for plain, truth in results])
 
 

@@ -61,7 +61,7 @@ class Flux(Denoiser):
         places[..., 1] = torch.arange(height // 2, device=noisy.device)[:, None]
         places[..., 2] = torch.arange(width // 2, device=noisy.device)
         text, pooled = self.text.of(labels, noisy)
-        guidance = torch.ones(batch, device=noisy.device, dtype=noisy.dtype) if self.model.config.guidance_embeds else None  # type: ignore[union-attr]
+        guidance = torch.ones(batch, device=noisy.device, dtype=noisy.dtype) if self.model.config.guidance_embeds else None
         out = self.model(
             hidden_states=tokens, encoder_hidden_states=text, pooled_projections=pooled, timestep=t.to(noisy.dtype), guidance=guidance,
             img_ids=places.view(-1, 3), txt_ids=torch.zeros(TEXT_TOKENS, 3, device=noisy.device), return_dict=False,
@@ -101,7 +101,7 @@ def denoiser(name: str, labels: list[str]) -> Denoiser:
     found = KINDS.get(type(model).__name__)
     if found is None:
         raise SystemExit(f"model: {type(model).__name__} cannot be trained here; allowed are {', '.join(KINDS)}")
-    return found(model, labels)  # type: ignore[no-any-return]
+    return found(model, labels)
 
 
 class Latents:

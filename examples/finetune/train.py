@@ -36,7 +36,7 @@ def train(settings: Settings, restart: bool = False) -> list[float]:
     if dtype != torch.float32:
         learner.model.to(dtype)
     if settings.gradient_checkpointing:
-        learner.model.enable_gradient_checkpointing()  # type: ignore[operator]
+        learner.model.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW(learner.model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     first = 0 if restart else folder.resume(learner.model, optimizer)
     folder.say(f"{settings.model} on {device}, {data_name(settings)}, labels {', '.join(data.labels)}; steps {first} to {settings.steps}")

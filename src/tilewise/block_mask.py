@@ -251,7 +251,7 @@ class BlockMask:
         self._notice_changes()
         if self._tiles is None:
             lists = [self._lists[name] for name in FORWARD]
-            rows, columns = lists[1].shape[-2:]  # type: ignore[union-attr]
+            rows, columns = lists[1].shape[-2:]  # type: ignore[union-attr]  # of the partial blocks, which are always there
             return Blocks(_runs(*lists[:2]), None if lists[2] is None else _runs(*lists[2:]), self._batch, rows, columns)
         g, partial, full = self._tiles.geometry, trimmed(self._tiles.partial), trimmed(self._tiles.full)
         if not self._separate:

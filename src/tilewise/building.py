@@ -102,9 +102,12 @@ def _for_gpus(problems: list[Problem], singles: list[Problem], architectures: li
 def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], Any]]:
     """What calls like this problem start on this architecture: on Hopper small ones take the Triton engine, large ones its own."""
     from tilewise.engines import gluon
-    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton import ahead, too_wide
 
     mine = _in_order(problem, "triton")
+    wide = too_wide(mine, arch) if backward else None
+    if wide is not None:
+        raise BackendError(f"Could not compile flex_attention kernels: {wide}, and backward=False (--forward-only) leaves gradients out")
     launches = ahead.forward_launches(mine) + (ahead.backward_launches(mine, mine.learned) if backward else [])
     if arch == gluon.ARCHITECTURE and gluon.MISSING is None and gluon.refuse_problem(problem) is None:
         from tilewise.engines.gluon import ahead as hopper

@@ -27,6 +27,7 @@ from tilewise.masks import Mask
 from tilewise.plan import maps
 from tilewise.problem import Options, Problem, seed_tensor
 from tilewise.scores import Score, Sinks
+from tilewise.tf32 import allows_tf32
 from tilewise.tiles import TileMap
 from tilewise.weak_entries import WeakEntries
 
@@ -79,7 +80,7 @@ def sight(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opti
         return None
     known: tuple[Any, ...] = (
         backend, needs_lse, device, dtype, options[:5], options.seed is None, torch.are_deterministic_algorithms_enabled(),
-        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32, shape, query.stride(), kv_shape, key.stride(), value.shape, value.stride(),
+        dtype is torch.float32 and allows_tf32(), shape, query.stride(), kv_shape, key.stride(), value.shape, value.stride(),
         query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15,
     )  # fmt: skip
     if mask is None and score is None:

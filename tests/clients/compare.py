@@ -83,7 +83,7 @@ def check(
     assert moved > MATTERS * measures[0]["output"].abs().max(), f"attention hardly matters here: without it the output moves by {float(moved):.3g}"
     largest = max(float(g.abs().max()) for name, g in truth.items() if name != "output")
 
-    def other_draws(name: str) -> Tensor:
+    def in_other_draws(name: str) -> Tensor:
         with plain[0](exact), Exactly():
             truths = [_results(exact, call, torch.float64, seed)[name] for seed in OTHER_SEEDS]
         with plain[0](model):
@@ -94,7 +94,7 @@ def check(
         if name == "output":
             hold(name, tested[name], expected, errors, FORWARD)
         else:
-            hold_gradient(name, tested[name], expected, errors, largest, partial(other_draws, name))
+            hold_gradient(name, tested[name], expected, errors, largest, partial(in_other_draws, name))
     assert any(float(g.abs().max()) > 0 for name, g in tested.items() if name != "output")
     return watched
 

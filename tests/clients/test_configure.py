@@ -150,13 +150,13 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(tw.InputError, match="does not name an 'attention_mechanism'"):
         configure(model, {"attention": "flex"})
     with pytest.raises(tw.InputError, match="must be a JSON object"):
-        configure(model, ["flex"])  # type: ignore[arg-type]
+        configure(model, ["flex"])
     with pytest.raises(tw.InputError, match="cannot be read"):
         configure(model, tmp_path / "missing.json")
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(tw.InputError, match="is no JSON"):
         configure(model, tmp_path / "broken.json")
     with pytest.raises(tw.InputError, match="takes a model"):
-        configure({}, {"attention_mechanism": "flex"})  # type: ignore[arg-type]
+        configure({}, {"attention_mechanism": "flex"})
     with configure(model, {"attention_mechanism": "triton"}), pytest.raises(tw.BackendError, match="must be on a CUDA device"):
         model(x_of())

@@ -177,7 +177,7 @@ def test_a_model_can_be_routed_anew() -> None:
 
 def test_mistakes_are_told() -> None:
     with pytest.raises(tw.InputError, match=r"route takes a model .* got dict"):
-        route({})  # type: ignore[arg-type]
+        route({})
     with pytest.raises(tw.BackendError, match="unknown backend 'fast'"):
         route(blocks(), "fast")
     with pytest.raises(tw.BackendError, match="unknown backend 'fast'"):

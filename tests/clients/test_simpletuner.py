@@ -73,7 +73,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         for parent in ("simpletuner", "simpletuner.helpers", "simpletuner.helpers.training"):
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         monkeypatch.setitem(sys.modules, PATH, module)
-        sys.modules["simpletuner.helpers.training"].attention_backend = module  # type: ignore[attr-defined]
+        sys.modules["simpletuner.helpers.training"].attention_backend = module
     client.register()
     yield module
     client.unregister()

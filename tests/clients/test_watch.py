@@ -115,7 +115,7 @@ def test_alike_layers_share_a_row() -> None:
 
 def test_a_dict_of_models_and_pipelines() -> None:
     class Pipeline:
-        components = {"unet": model(SdpaAttention()), "scheduler": object()}  # noqa: RUF012
+        components = {"unet": model(SdpaAttention()), "scheduler": object()}  # noqa: RUF012  (as pipelines have it)
 
     for given in (Pipeline(), Pipeline.components):
         with tw.watch(given) as w:

@@ -112,7 +112,7 @@ def test_numbers_are_known_by_value() -> None:
 
 
 def test_a_global_that_changes_counts() -> None:
-    global window  # noqa: PLW0603
+    global window  # noqa: PLW0603  (a global that changes is what is tested)
     x = tensors()
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -236,13 +236,13 @@ def test_a_short_way_goes_when_what_it_starts_is_made_anew() -> None:
     from tilewise.problem import Options, make_problem
 
     p = make_problem(*tensors(), None, None, Options())[0]
-    prepared(p, ("kernel",), False, lambda: "first")  # type: ignore[arg-type,return-value]
+    prepared(p, ("kernel",), False, lambda: "first")
     assert AGAIN not in p.memory  # a call that is not remembered has no use for one
     p.memory[AGAIN] = "short"
-    prepared(p, ("kernel",), False, lambda: "not made")  # type: ignore[arg-type,return-value]
+    prepared(p, ("kernel",), False, lambda: "not made")
     assert p.memory[AGAIN] == "short"
     with tuning.autotuned():
-        prepared(p, ("kernel",), False, lambda: "second")  # type: ignore[arg-type,return-value]
+        prepared(p, ("kernel",), False, lambda: "second")
     assert p.memory[AGAIN] is None
     attend(tensors(), mask=masks.causal)
     assert all(entry.value.problem.memory[AGAIN] is None for entry in calls._calls._entries.values())

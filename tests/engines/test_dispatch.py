@@ -178,17 +178,29 @@ def test_native_refuses_with_a_reason(name: str) -> None:
         tw.attention(*q_k_v(), backend="native", **options)
 
 
-def test_triton_refuses_gradients_that_take_more_shared_memory_than_small_gpus_have() -> None:
-    from tilewise.engines.triton import shared_memory, too_wide
+def test_gradients_that_take_more_shared_memory_than_small_gpus_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines import triton
     from tilewise.problem import Options, make_problem
 
-    def reason(arch: int, dim: int = 320, dtype: torch.dtype = torch.float32, learns: bool = True) -> str | None:
-        tensors = [torch.zeros(1, 1, 4, dim, dtype=dtype, requires_grad=learns) for _ in range(3)]
-        return too_wide(make_problem(*tensors, None, [], Options())[0], shared_memory(arch))
+    class OnGpu:
+        """A problem as it is on a GPU that is not here."""
 
-    assert "got 320 on a GPU that has 99 KiB; bfloat16 and float16 take less" in (reason(89) or "")
-    assert reason(120) is not None
-    assert all(r is None for r in (reason(80), reason(90), reason(89, 256), reason(89, dtype=torch.bfloat16), reason(89, learns=False)))
+        def __init__(self, dim: int, dtype: torch.dtype, learns: bool) -> None:
+            tensors = [torch.zeros(1, 1, 4, dim, dtype=dtype, requires_grad=learns) for _ in range(3)]
+            self._problem = make_problem(*tensors, None, [], Options())[0]
+            self.device = torch.device("cuda")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._problem, name)
+
+    def reason(capability: tuple[int, int], dim: int = 320, dtype: torch.dtype = torch.float32, learns: bool = True) -> str | None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return triton.TritonEngine().refuse(OnGpu(dim, dtype, learns))
+
+    monkeypatch.setattr(triton, "MISSING", None)
+    assert "got 320 for sm_89, which has 99 KiB; bfloat16 and float16 take less" in (reason((8, 9)) or "")
+    assert reason((12, 0)) is not None
+    assert all(r is None for r in (reason((8, 0)), reason((9, 0)), reason((8, 9), 256), reason((8, 9), dtype=torch.bfloat16), reason((8, 9), learns=False)))
 
 
 @pytest.mark.parametrize("lengths", [(0, 4), (4, 0)])
@@ -405,4 +417,4 @@ def test_16_bit_inputs_without_a_mask_on_a_cpu(dtype: torch.dtype) -> None:
 def test_what_is_no_tensor_is_told_so() -> None:
     q = torch.zeros((1, 2, 8, 16))
     with pytest.raises(tw.InputError, match=r"must be torch tensors, got Tensor, ndarray, ndarray; torch\.from_numpy"):
-        tw.attention(q, q.numpy(), q.numpy())  # type: ignore[arg-type]
+        tw.attention(q, q.numpy(), q.numpy())

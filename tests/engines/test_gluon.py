@@ -28,7 +28,7 @@ def problem(shape: tuple[int, ...] = (2, 4, 512, 64), v_dim: int | None = None, 
     ],
 )
 def test_refusals_name_what_was_given(asked: dict[str, object], reason: str) -> None:
-    assert reason in str(refuse_problem(problem(**asked)))  # type: ignore[arg-type]
+    assert reason in str(refuse_problem(problem(**asked)))
 
 
 def test_what_the_copy_engine_can_describe() -> None:
@@ -82,7 +82,7 @@ def test_small_problems_go_elsewhere_unless_it_is_asked_for_by_name(monkeypatch:
     ],
 )
 def test_explain_tells_whose_the_backward_is(asked: dict[str, object], reason: str | None) -> None:
-    said = engine_named("gluon").says(problem(**asked))  # type: ignore[arg-type]
+    said = engine_named("gluon").says(problem(**asked))
     assert said.endswith(f"the backward is the Triton engine's: {reason}" if reason else "(H100, H200)")
 
 

@@ -17,7 +17,7 @@ SHAPES = [(8, 16), (16, 32), (24, 48), (128, 128)]
 
 def problem(shape: tuple[int, ...], window: int = 13, length: int | None = None, dim: int = 16, **options: object) -> Problem:
     t = torch.randn((1, 2, length or prod(shape), dim), generator=torch.Generator().manual_seed(0))
-    return make_problem(t, t, t, masks.neighborhood(shape, window), None, Options(**options))[0]  # type: ignore[arg-type]
+    return make_problem(t, t, t, masks.neighborhood(shape, window), None, Options(**options))[0]
 
 
 @pytest.mark.parametrize("tokens", [64, 128])
@@ -81,5 +81,5 @@ def test_what_others_compute_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_otherwise_tokens_are_read_as_they_come(p: object) -> None:
-    found = p()  # type: ignore[operator]
+    found = p()
     assert width(found) is None and in_strips(found) is found

@@ -1,6 +1,8 @@
 """What torch puts around a call: compile, autocast, checkpoint, threads, dispatch modes, inference, function transforms."""
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -402,3 +404,19 @@ def test_torch_func_is_an_error() -> None:
         torch.func.grad(lambda q: tw.attention(q, k, v, backend="blocked").sum())(q)
     with pytest.raises(RuntimeError, match=r"Batching rule not implemented for tilewise::attention"):
         torch.func.vmap(lambda q: tw.attention(q, k, v, backend="blocked"))(q[None])
+
+
+# -- TF32 --------------------------------------------------------------------------------------------------------------
+
+OLD, NEW = "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cuda.matmul.fp32_precision"
+SWITCHES = {f"{OLD} = True": True, f"{NEW} = 'tf32'": True, f"{OLD} = True; {NEW} = 'ieee'": False}  # what a program sets -> whether TF32 is allowed then
+
+
+@pytest.mark.parametrize("line", SWITCHES)
+def test_every_way_to_allow_tf32_is_understood(line: str) -> None:
+    if "fp32_precision" in line and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch has had fp32_precision since 2.9")
+    program = f"import torch, tilewise\n{line}\nq = torch.ones(1, 1, 4, 8)\ntilewise.attention(q, q, q, mask=tilewise.masks.causal)\n"
+    program += "from tilewise.engines.triton.config import precision\nprint(precision(torch.float32) == 'tf32')"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert ran.stdout.strip() == str(SWITCHES[line]), ran.stderr

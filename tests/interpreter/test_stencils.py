@@ -35,7 +35,7 @@ def test_bits_are_what_the_mask_allows(name: str, columns: int, by_keys: bool, a
     prepare(stencils_launch(p, side, own, tiles, first), p.device).start(own)
 
     b, h, q, kv = torch.meshgrid(torch.arange(2), torch.arange(2), torch.arange(200), torch.arange(230), indexing="ij")
-    allowed = MASKS[name](b, h, q, kv)  # type: ignore[operator]
+    allowed = MASKS[name](b, h, q, kv)
     allowed = allowed.transpose(2, 3) if by_keys else allowed
     allowed = torch.nn.functional.pad(allowed, (0, 256 - allowed.shape[3], 0, 256 - allowed.shape[2]))
     seen = 0

@@ -95,7 +95,7 @@ def test_candidates_differ_in_one_number_and_share_their_warps() -> None:
 
 def test_what_is_known_to_be_compiled_wrongly_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[Config, ...]] = []
-    monkeypatch.setattr(run, "is_miscompiled", lambda kernel, config, precision: is_miscompiled(kernel, config, "bf16x6"))
+    monkeypatch.setattr(run, "is_miscompiled", lambda kernel, config, multiplied: is_miscompiled(kernel, config, "bf16x6"))
     monkeypatch.setattr(tuning, "milliseconds", lambda start: start() or 1.0)
     original = run.gradients_launch
     monkeypatch.setattr(run, "gradients_launch", lambda p, own, wanted, *configs: timed.append(configs) or original(p, own, wanted, *configs))

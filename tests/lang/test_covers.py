@@ -54,12 +54,12 @@ def test_packed_sequences_have_places_of_their_own() -> None:
 
 def test_lists_where_tensors_are_wanted() -> None:
     with pytest.raises(tw.InputError, match="alibi takes a number of heads or a float"):
-        scores.alibi([0.5, 0.25])  # type: ignore[arg-type]
+        scores.alibi([0.5, 0.25])
     with pytest.raises(tw.InputError, match="sinks takes one logit per query head"):
-        scores.sinks([0.0, 0.0])  # type: ignore[arg-type]
+        scores.sinks([0.0, 0.0])
     tokens = torch.zeros(10, 2, 8)
     with pytest.raises(tw.InputError, match="cu_seqlens_q must be a tensor, got list"):
-        tw.varlen_attention(tokens, tokens, tokens, [0, 10])  # type: ignore[arg-type]
+        tw.varlen_attention(tokens, tokens, tokens, [0, 10])
 
 
 def test_nested_tensors_in_the_other_layout() -> None:

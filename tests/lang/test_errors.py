@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "products, sum with a symbol": (lambda s, b, h, q, kv: s + TABLE[h] * TABLE[q], PRODUCTS),
     "products, three rows": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q] * TABLE[kv]).sum(), PRODUCTS),
     "products, times products": (lambda s, b, h, q, kv: (TABLE[h] * (TABLE[q] * TABLE[kv])).sum(), PRODUCTS),
-    "products, comparison": (lambda s, b, h, q, kv: 0 < TABLE[h] * TABLE[q], PRODUCTS),  # noqa: SIM300
+    "products, comparison": (lambda s, b, h, q, kv: 0 < TABLE[h] * TABLE[q], PRODUCTS),
     "products, unary": (lambda s, b, h, q, kv: -(TABLE[h] * TABLE[q]), PRODUCTS),
     "products, index": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q])[0], PRODUCTS),
     "products, bool": (lambda s, b, h, q, kv: s if TABLE[h] * TABLE[q] else 0, PRODUCTS),
@@ -232,7 +232,7 @@ def mask_like(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def silent(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    q > kv  # noqa: B015
+    q > kv
 
 
 def distance(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -288,7 +288,7 @@ def test_a_score_of_another_form_is_refused_by_name_and_place(function: Callable
 
 def test_what_is_not_a_function_is_refused() -> None:
     with pytest.raises(TraceError, match=r"function of \(b, h, q, kv\), got Tensor"):
-        trace_mask(ROW)  # type: ignore[arg-type]
+        trace_mask(ROW)
 
 
 def test_the_place_is_the_users_even_behind_a_helper_of_the_library() -> None:

@@ -227,12 +227,12 @@ BAD: dict[str, Callable[[], Any]] = {
     "2-d prefix": lambda: masks.prefix_lm(torch.ones(2, 2, dtype=torch.long)),
     "no document": masks.document,
     "ids and lengths": lambda: masks.document(IDS, lengths=[4]),
-    "ids as a list": lambda: masks.document([0, 1]),  # type: ignore[arg-type]
+    "ids as a list": lambda: masks.document([0, 1]),
     "float ids": lambda: masks.document(IDS.float()),
     "boolean ids": lambda: masks.document(IDS.bool()),
     "ids of other ranks": lambda: masks.document(IDS, IDS[None]),
     "negative lengths": lambda: masks.document(lengths=[3, -1]),
-    "float lengths": lambda: masks.document(lengths=[3.5, 1.0]),  # type: ignore[list-item]
+    "float lengths": lambda: masks.document(lengths=[3.5, 1.0]),
     "2-d lengths": lambda: masks.document(lengths=torch.ones(2, 2, dtype=torch.long)),
     "float padding": lambda: masks.padding(torch.tensor([3.0])),
     "integer marks": lambda: masks.global_tokens(IDS),

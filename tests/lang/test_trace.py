@@ -66,10 +66,10 @@ LOGIC = {
     "eq": lambda s, b, h, q, kv: q == kv,
     "ne": lambda s, b, h, q, kv: q != kv,
     "eq of number": lambda s, b, h, q, kv: s == 1.25,
-    "reversed lt": lambda s, b, h, q, kv: 3 < q,  # noqa: SIM300
-    "reversed ge": lambda s, b, h, q, kv: 3 >= q,  # noqa: SIM300
-    "reversed 0-d lt": lambda s, b, h, q, kv: OFFSET < q,  # noqa: SIM300
-    "reversed 0-d eq": lambda s, b, h, q, kv: OFFSET == q,  # noqa: SIM300
+    "reversed lt": lambda s, b, h, q, kv: 3 < q,
+    "reversed ge": lambda s, b, h, q, kv: 3 >= q,
+    "reversed 0-d lt": lambda s, b, h, q, kv: OFFSET < q,
+    "reversed 0-d eq": lambda s, b, h, q, kv: OFFSET == q,
     "and": lambda s, b, h, q, kv: (q > 2) & (kv > 2),
     "or": lambda s, b, h, q, kv: (q > 2) | (kv > 2),
     "xor": lambda s, b, h, q, kv: (q > 2) ^ (kv > 2),

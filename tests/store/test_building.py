@@ -63,6 +63,11 @@ def test_masks_are_looked_into_on_every_architecture(name: str, arch: int) -> No
     assert len(built) == 1 and built[0].startswith("classify")
 
 
+def test_gradients_that_fit_no_tile_are_refused_before_anything_is_compiled() -> None:
+    with pytest.raises(tw.BackendError, match=r"got 512 for sm_89, .* and backward=False \(--forward-only\) leaves gradients out"):
+        tw.build_kernels(head_dims=[512], dtypes=["fp32"], arch="sm_89")
+
+
 def test_other_windows_need_no_other_kernel() -> None:
     def build(window: int) -> tw.building.BuildReport:
         return tw.build_kernels([masks.causal & masks.sliding_window(window)], head_dims=[64], arch="sm_90", backward=False)
@@ -228,6 +233,6 @@ def test_masks_and_scores_are_built_at_the_sizes_they_are_made_for(mask: Any, sc
 
     functions = (mask(), None if score is None else score())
     problem = _problem(*functions, 64, torch.bfloat16, LENGTH)
-    for known in (*functions[0].covers, *(() if score is None else functions[1].covers)):  # type: ignore[union-attr]
+    for known in (*functions[0].covers, *(() if score is None else functions[1].covers)):
         have = {"b": problem.batch, "h": problem.heads, "q": problem.q_len, "kv": problem.kv_len}[known.axis]
         assert have == known.size if known.exactly else have <= known.size

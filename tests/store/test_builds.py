@@ -27,7 +27,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def wait_for_waiting(key: str, count: int) -> None:
     """Until so many threads wait for a build under way."""
-    wait_for(lambda: len(builds._process.building[key]._condition._waiters) == count)  # type: ignore[attr-defined]
+    wait_for(lambda: len(builds._process.building[key]._condition._waiters) == count)
 
 
 # -- once ------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ LAYOUTS = {
 
 def problem(layout: str = "bhsd", mask: object = None, dim: int = 64, score: object = None, **options: object) -> Problem:
     make = LAYOUTS[layout]
-    return make_problem(make(4, dim), make(2, dim), make(2, dim), mask, score, Options(enable_gqa=True, **options))[0]  # type: ignore[arg-type]
+    return make_problem(make(4, dim), make(2, dim), make(2, dim), mask, score, Options(enable_gqa=True, **options))[0]
 
 
 @needs_triton
@@ -252,7 +252,7 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
     monkeypatch.setattr(store, "read", lambda key: None)
     monkeypatch.setattr(soon, "architecture", lambda device: 90)
     p = problem(mask=masks.causal)
-    soon_of = engine_named(engine).soon()  # type: ignore[attr-defined]
+    soon_of = engine_named(engine).soon()
     launch = soon.ahead.map_launches(soon.on_meta(p))[0]()[0]
     with Beside(lambda: soon_of.forward(p)):
         parts_of(request_of(launch, 90))

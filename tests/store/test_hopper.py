@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pyte
 def problem(dim: int, v_dim: int | None = None, mask: object = None, score: object = None, **options: object) -> Problem:
     query, key = (torch.empty(1, heads, 512, dim, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
     value = torch.empty(1, 2, 512, v_dim or dim, dtype=torch.bfloat16, device="meta")
-    return make_problem(query, key, value, mask, score, Options(enable_gqa=True, **options))[0]  # type: ignore[arg-type]
+    return make_problem(query, key, value, mask, score, Options(enable_gqa=True, **options))[0]
 
 
 def spills(body: str) -> int:
@@ -70,7 +70,7 @@ def test_every_variant_compiles(asked: dict[str, object]) -> None:
     from tilewise.engines.gluon import ahead, refuse_backward
     from tilewise.engines.triton.launch import parts_of, request_of
 
-    p = problem(**asked)  # type: ignore[arg-type]
+    p = problem(**asked)
     launches = ahead.forward_launches(p) + (ahead.backward_launches(p) if refuse_backward(p, learns=False) is None else [])
     assert len(launches) == (7 if p.mask is not None else 5)  # a mask has stencils, of either pass
     for launch in launches:
@@ -107,7 +107,7 @@ def test_masks_share_the_large_kernels() -> None:
         p = problem(128, mask=mask)
         return {request_of(make()[0], 90) for make in ahead.forward_launches(p) + ahead.backward_launches(p)}
 
-    shared = {request.kernel for request in requests(masks.causal) & requests(lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3)}  # type: ignore[attr-defined]
+    shared = {request.kernel for request in requests(masks.causal) & requests(lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3)}
     assert shared == {"hopper_forward", "prepare_backward", "hopper_backward"}
 
 

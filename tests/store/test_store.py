@@ -83,7 +83,7 @@ def test_a_killed_builder_does_not_block_the_others() -> None:
     lambda raw: store.MAGIC + b"[1, 2]\n",
     lambda raw: store.MAGIC + b"not json\n",
 ], ids=["empty", "half", "one byte short", "one bit", "longer", "foreign", "odd header", "no header"])  # fmt: skip
-def test_a_damaged_entry_counts_as_missing_and_is_replaced(damage) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_entry_counts_as_missing_and_is_replaced(damage) -> None:
     """Row 24."""
     store.write(KEY, PARTS)
     path = store.path_of(KEY)
@@ -144,7 +144,7 @@ def _foreign(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_world_writable, _symlink, _file, _foreign])
-def test_a_folder_that_is_not_ours_alone_is_refused(spoil, folder: Path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_that_is_not_ours_alone_is_refused(spoil, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Row 25."""
     spoil(folder)
     with caplog.at_level(logging.WARNING, "tilewise"):

@@ -179,10 +179,10 @@ class Symbol(Traced):
     def __ge__(self, other: Any) -> "Symbol":
         return self.tracer.emit("ge", self, other)
 
-    def __eq__(self, other: Any) -> "Symbol":  # type: ignore[override]
+    def __eq__(self, other: Any) -> "Symbol":  # type: ignore[override]  # a comparison is traced, not answered
         return self.tracer.emit("eq", self, other)
 
-    def __ne__(self, other: Any) -> "Symbol":  # type: ignore[override]
+    def __ne__(self, other: Any) -> "Symbol":  # type: ignore[override]  # likewise
         return self.tracer.emit("ne", self, other)
 
     def __neg__(self) -> "Symbol":

@@ -118,8 +118,8 @@ def _method(h: Handler) -> Callable[..., Any]:
 
 
 Traced.__torch_function__ = classmethod(_torch_function)
-Symbol.__getattr__ = _missing  # type: ignore[attr-defined]
-RowProduct.sum = _method(BY_FUNCTION[torch.Tensor.sum])  # type: ignore[attr-defined]
+Symbol.__getattr__ = _missing  # type: ignore[attr-defined]  # set here, since Symbol does not know torch's functions
+RowProduct.sum = _method(BY_FUNCTION[torch.Tensor.sum])  # type: ignore[attr-defined]  # likewise
 for _name in FUNCTIONS:
     if hasattr(torch.Tensor, _name) and _name not in ("dot", "inner", "matmul"):
         setattr(Symbol, _name, _method(BY_FUNCTION[getattr(torch.Tensor, _name)]))

@@ -43,10 +43,10 @@ class Tracer:
         if isinstance(value, (int, torch.SymInt)):
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise refuse(f"the number {value} does not fit in 64 bits")
-            self.ints.append(value)  # type: ignore[arg-type]
+            self.ints.append(value)  # type: ignore[arg-type]  # torch's symbols count as numbers
             return self.tape.int_slot(len(self.ints) - 1)
         if isinstance(value, (float, torch.SymFloat)):
-            self.floats.append(float(value) if isinstance(value, float) else value)  # type: ignore[arg-type]
+            self.floats.append(float(value) if isinstance(value, float) else value)  # type: ignore[arg-type]  # likewise
             return self.tape.float_slot(len(self.floats) - 1)
         if isinstance(value, torch.Tensor):
             return self._whole_tensor(value)

@@ -174,7 +174,7 @@ class TileMap:
             tensors += list(zip(self.mask.captures, other.mask.captures, strict=True))
         return all(_same(a, b) for a, b in tensors)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # how Python says that there is none: equal maps need not be the same
 
     def __repr__(self) -> str:
         return (

@@ -66,8 +66,8 @@ class TritonEngine(KernelEngine):
             capability = torch.cuda.get_device_capability(problem.device)
             if capability < OLDEST_GPU:
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
-            wide = too_wide(problem, shared_memory(10 * capability[0] + capability[1]))
-            if wide is not None:
+            wide = too_wide(problem, 10 * capability[0] + capability[1])
+            if wide is not None and any([t.requires_grad for t in problem.tensors]):
                 return wide
         if problem.dtype not in DTYPES:
             return f"it computes in float16, bfloat16 and float32, got {problem.dtype}"
@@ -99,14 +99,14 @@ def shared_memory(arch: int) -> int:
     return SHARED_MEMORY.get(arch, LEAST_SHARED)
 
 
-def too_wide(problem: Problem, shared: int) -> str | None:
-    """Why a GPU with so many bytes of shared memory for a program cannot make the gradients of a problem."""
-    widest = max(problem.head_dim, problem.v_dim)
-    if problem.dtype != torch.float32 or widest <= WIDE_HEAD or shared >= SHARED_BY_WIDE or not any([t.requires_grad for t in problem.tensors]):
+def too_wide(problem: Problem, arch: int) -> str | None:
+    """Why a GPU cannot make the gradients of a problem."""
+    widest, shared = max(problem.head_dim, problem.v_dim), shared_memory(arch)
+    if problem.dtype != torch.float32 or widest <= WIDE_HEAD or shared >= SHARED_BY_WIDE:
         return None
     return (
         f"gradients of float32 head dims above {WIDE_HEAD} take {SHARED_BY_WIDE // 1024} KiB of shared memory, "
-        f"got {widest} on a GPU that has {shared // 1024} KiB; bfloat16 and float16 take less"
+        f"got {widest} for sm_{arch}, which has {shared // 1024} KiB; bfloat16 and float16 take less"
     )
 
 

@@ -22,7 +22,7 @@ from tilewise.engines.triton.steps import (
     load_rows,
     mask_decides,
     masked_runs,
-    rows_product_again,
+    rows_product_for_gradients,
     run_of,
     store_rows,
     unsound,
@@ -240,7 +240,7 @@ def keys_step(
     b_do = load_rows(p_do + first * s_do[2], s_do, n_left, M, DV, DV_TRUE, MASKED, ADDS is not None)
     if UPCAST:
         b_q, b_do = b_q.to(tl.float32), b_do.to(tl.float32)
-    b_raw = rows_product_again(b_k, b_q, PRECISION)  # [N, M]
+    b_raw = rows_product_for_gradients(b_k, b_q, PRECISION)  # [N, M]
     seen_q = tl.minimum(o_q, n_q - 1)[None, :]
     if FOLDED and SLOPE is None:  # no score, or one that only adds: the shift is -lse / scale, before it
         b_s = shifted(b_raw, b_w, p_parts, first, n_left, M, UPCAST, MASKED)
@@ -255,7 +255,7 @@ def keys_step(
     if not FOLDED:
         b_s -= weightless(tl.load(p_lse + o_q, mask=o_q < n_q, other=0.0))[None, :]
     b_p = tl.exp2(b_s)
-    b_dp = rows_product_again(b_v, b_do, PRECISION)
+    b_dp = rows_product_for_gradients(b_v, b_do, PRECISION)
     b_pd = b_p
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[None, :], o_kv[:, None])
@@ -391,11 +391,11 @@ def queries_step(
     if UPCAST:
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     o_kv = i_kv * N + tl.arange(0, N)
-    b_raw = rows_product_again(b_q, b_k, PRECISION)  # [M, N]
+    b_raw = rows_product_for_gradients(b_q, b_k, PRECISION)  # [M, N]
     i_q = tl.minimum(o_q, n_q - 1)[:, None]
     b_s = final_scores(b_raw, scale, i_b, i_h, i_q, o_kv, n_kv, decides, mask, score, MASK, SCORE, MASKED)
     b_p = tl.exp2(b_s * scale[1] - b_lse[:, None])
-    b_dp = rows_product_again(b_do, b_v, PRECISION)
+    b_dp = rows_product_for_gradients(b_do, b_v, PRECISION)
     if DROPOUT:
         keep = kept(p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
         b_dp = tl.where(keep, b_dp * keep_scale, 0.0)

@@ -24,6 +24,9 @@ class _Process:
     """What is under way in this process; a forked one begins with nothing, since it has none of the threads."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
         self.lock = threading.Lock()
         self.building: dict[str, Future[Any]] = {}
         self.threads: set[threading.Thread] = set()
@@ -158,10 +161,6 @@ def _end() -> None:
         thread.join(max(0.0, latest - time.monotonic()))
 
 
-def _forget() -> None:
-    _process.__init__()  # type: ignore[misc]
-
-
 atexit.register(_end)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_process.begin)

@@ -8,6 +8,7 @@ import torch
 
 from tilewise.engines.triton import interpreted
 from tilewise.problem import Problem
+from tilewise.tf32 import allows_tf32
 
 LOG2E = 1.4426950408889634
 SHIFT_PARTS = 16  # parts of a number that enters a product, the least a product takes; see backward.shifted
@@ -49,7 +50,7 @@ IN_PARTS = {
     "queries": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 8, 2), 256: Config(16, 64, 8, 2), 512: Config(16, 32, 8, 1, 1)},
 }
 IN_PARTS["sparse"] = IN_PARTS["forward"]
-WHERE_PRECISION = {"ieee": PLAIN_UNITS, "bf16x6": IN_PARTS}
+BY_PRECISION = {"ieee": PLAIN_UNITS, "bf16x6": IN_PARTS}
 BACKWARD = ("keys", "queries")  # the two kinds of programs of one kernel: they must have the same warps
 SMALL = Config(32, 32, 4, 1, 1)  # Triton's interpreter: small tiles, so that small tests have tails and several tiles
 
@@ -66,7 +67,7 @@ def precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32:
         return "ieee"
-    if torch.backends.cuda.matmul.allow_tf32:
+    if allows_tf32():
         return "tf32"
     return "bf16x6" if has_parts() else "ieee"
 
@@ -91,15 +92,16 @@ def choose(kernel: str, p: Problem) -> Config:
             config = MASKED.get(kernel, {}).get(largest, config)
         if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
-            config = WHERE_PRECISION.get(precision(p.dtype), {}).get(kernel, {}).get(largest, config)
+            config = BY_PRECISION.get(precision(p.dtype), {}).get(kernel, {}).get(largest, config)
     return config if p.tiles is None or not p.tiles.given else within(config, p.tiles.tile)
 
 
-def is_miscompiled(kernel: str, config: Config, precision: str) -> bool:
-    """Whether a configuration is known to become wrong code. A product of 64 rows finds its factors in shared memory by addresses in registers that all
-    threads share. A backward in parts has many of them, and the assembler of CUDA 12.8, which Triton 3.6 brings, overwrites some."""
+def is_miscompiled(kernel: str, config: Config, multiplied: str) -> bool:
+    """Whether a configuration is known to become wrong code; `multiplied` is its precision. A product of 64 rows finds its factors in shared memory by
+    addresses in registers that all threads share. A backward in parts has many of them, and the assembler of CUDA 12.8, which Triton 3.6 brings, overwrites
+    some."""
     rows = config.n if kernel == "keys" else config.m
-    return precision == "bf16x6" and kernel in BACKWARD and rows >= 64
+    return multiplied == "bf16x6" and kernel in BACKWARD and rows >= 64
 
 
 def within(config: Config, tile: tuple[int, int]) -> Config:

@@ -69,10 +69,10 @@ def _decode(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> None:
         splits = p.memory["splits"] = split_count(p)
     shape = (p.batch * p.kv_heads, splits, p.heads // p.kv_heads * p.q_len)
     acc = torch.empty((*shape, p.v_dim), dtype=torch.float32, device=p.device)
-    m, l = acc.new_empty((2, *shape)).unbind()  # noqa: E741
-    own = {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_acc": acc, "p_m": m, "p_l": l, "p_seed": seed_of(p)}
+    highest_of, sum_of = acc.new_empty((2, *shape)).unbind()  # of each split
+    own = {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_acc": acc, "p_m": highest_of, "p_l": sum_of, "p_seed": seed_of(p)}
     prepared(p, ("split",), False, lambda: fitted(p, DECODE, lambda c: split_launch(p, own, splits, *c))).start(own)
-    own = {"p_acc": acc, "p_m": m, "p_l": l, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks}
+    own = {"p_acc": acc, "p_m": highest_of, "p_l": sum_of, "p_out": out, "p_lse": lse, "p_highest": highest, "p_sinks": p.sinks}
     prepared(p, ("combine",), False, lambda: prepare(combine_launch(p, own, splits), p.device)).start(own)
 
 

@@ -109,8 +109,8 @@ def product_of_256(b_x, b_y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def rows_product_again(b_x, b_y, PRECISION: tl.constexpr):
-    """rows_product, for gradients. Where numbers are multiplied in parts, a sum over 256 is good enough for them, and in one piece a third faster."""
+def rows_product_for_gradients(b_x, b_y, PRECISION: tl.constexpr):
+    """rows_product. Where numbers are multiplied in parts, a sum over 256 is good enough for gradients, and in one piece a third faster."""
     if (PRECISION == "bf16x6") and (b_x.shape[1] == 256):
         return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
     else:
