@@ -14,7 +14,7 @@ ROOT = Path(tilewise.__file__).parent
 
 # Each may import those before it, and itself. Inside a package imports are free.
 ORDER = [
-    "errors", "_version", "lang", "masks", "scores", "tiles", "problem", "weak_entries", "plan", "store", "engines", "dispatch", "order", "calls",
+    "errors", "_version", "tf32", "lang", "masks", "scores", "tiles", "problem", "weak_entries", "plan", "store", "engines", "dispatch", "order", "calls",
     "packing", "attention", "explanation", "building", "block_mask", "flex", "tensor_masks", "functional", "ragged", "interception", "watching",
     "__init__", "integrations", "demo", "bench", "doctor", "commands", "cli", "__main__",
 ]  # fmt: skip
