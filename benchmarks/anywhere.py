@@ -81,7 +81,7 @@ CASES = (
     Case("causal, 8 documents", documents),
     Case("causal, ALiBi", lambda n: masks.causal, scores.alibi(HEADS)),
     Case("causal, softcap 20", lambda n: masks.causal, scores.softcap(20.0)),
-)  # fmt: skip
+)
 ENGINES = ("blocked", "auto", "sdpa", "flex", "compiled")
 NAMES = {"blocked": "tilewise blocked", "auto": "tilewise auto", "sdpa": "torch SDPA", "flex": "torch flex, eager", "compiled": "torch flex, compiled"}
 

@@ -72,9 +72,11 @@ def beside_sdpa() -> str:
                     q, k, v = inputs(length, dim, dtype)
                     mask = masks.causal if causal else None
                     with torch.no_grad():
-                        calls = [lambda q=q, k=k, v=v, m=mask: tw.attention(q, k, v, mask=m, backend="cpp"),
-                                 lambda q=q, k=k, v=v, c=causal: scaled_dot_product_attention(q, k, v, is_causal=c),
-                                 lambda: square[0] @ square[1]]  # fmt: skip
+                        calls = [
+                            lambda q=q, k=k, v=v, m=mask: tw.attention(q, k, v, mask=m, backend="cpp"),
+                            lambda q=q, k=k, v=v, c=causal: scaled_dot_product_attention(q, k, v, is_causal=c),
+                            lambda: square[0] @ square[1],
+                        ]
                         ours, theirs, sgemm = in_turn(calls)
                     flops = 4e-6 * HEADS * length**2 * dim * (0.5 if causal else 1)
                     rate = 2e-6 * 2048**3 / sgemm
@@ -83,11 +85,17 @@ def beside_sdpa() -> str:
                     outs = [tw.attention(q, k, v, mask=mask, backend="cpp"), scaled_dot_product_attention(q, k, v, is_causal=causal)]
                     grad = torch.randn_like(outs[0])
                     back = in_turn([lambda o=o, g=grad, t=(q, k, v): torch.autograd.grad(o, t, g, retain_graph=True) for o in outs])
-                    rows.append([
-                        f"D{dim} S{length} {'causal' if causal else 'full'}", f"{time_text(ours)} ({flops / ours:.0f})", time_text(theirs),
-                        verdict(theirs / ours, TARGETS[name, "forward"]), f"{time_text(back[0])} ({2.5 * flops / back[0]:.0f})", time_text(back[1]),
-                        verdict(back[1] / back[0], TARGETS[name, "backward"]),
-                    ])  # fmt: skip
+                    rows.append(
+                        [
+                            f"D{dim} S{length} {'causal' if causal else 'full'}",
+                            f"{time_text(ours)} ({flops / ours:.0f})",
+                            time_text(theirs),
+                            verdict(theirs / ours, TARGETS[name, "forward"]),
+                            f"{time_text(back[0])} ({2.5 * flops / back[0]:.0f})",
+                            time_text(back[1]),
+                            verdict(back[1] / back[0], TARGETS[name, "backward"]),
+                        ]
+                    )
         header = [name, "forward (GFLOP/s)", "SDPA", "ratio", "backward (GFLOP/s)", "SDPA", "ratio"]
         targets = f"Targets: forward {TARGETS[name, 'forward']:g}, backward {TARGETS[name, 'backward']:g}."
         parts.append(f"{targets}\n\n{table(header, rows)}")
@@ -118,10 +126,12 @@ def beside_flex(length: int = 4096, dim: int = 64) -> str:
         q, k, v = (t.detach() for t in inputs(length, dim, torch.float32))
         blocks = create_block_mask(mask_mod, None, None, length, length, device="cpu")
         with torch.no_grad():
-            ours, theirs = in_turn([
-                lambda q=q, k=k, v=v, m=mask, s=score: tw.attention(q, k, v, mask=m, score=s, backend="cpp"),
-                lambda q=q, k=k, v=v, s=score_mod, f=compiled, b=blocks: f(q, k, v, score_mod=s, block_mask=b),
-            ])  # fmt: skip
+            ours, theirs = in_turn(
+                [
+                    lambda q=q, k=k, v=v, m=mask, s=score: tw.attention(q, k, v, mask=m, score=s, backend="cpp"),
+                    lambda q=q, k=k, v=v, s=score_mod, f=compiled, b=blocks: f(q, k, v, score_mod=s, block_mask=b),
+                ]
+            )
         rows.append([name, time_text(ours), time_text(theirs), verdict(theirs / ours, FLEX_TARGET)])
     return f"## Beside compiled flex_attention\n\nfp32, batch 1, 8 heads, D{dim}, S{length}, forward. Target: {FLEX_TARGET:g}.\n\n" + table(
         ["mask and score", "tilewise", "torch flex, compiled", "ratio"], rows
@@ -134,8 +144,12 @@ def decoding() -> str:
         for heads, kv_heads, dim in ((32, 8, 128), (8, 8, 64)):
             q, k, v = (t.detach() for t in inputs(4096, dim, dtype, heads, 1, kv_heads))
             with torch.no_grad():
-                ours, theirs = in_turn([lambda q=q, k=k, v=v: tw.attention(q, k, v, enable_gqa=True, backend="cpp"),
-                                        lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True)])  # fmt: skip
+                ours, theirs = in_turn(
+                    [
+                        lambda q=q, k=k, v=v: tw.attention(q, k, v, enable_gqa=True, backend="cpp"),
+                        lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                    ]
+                )
             rows.append([f"{name}, {heads} heads over {kv_heads}, D{dim}", f"{ours:.2f} ms", f"{theirs:.2f} ms", verdict(theirs / ours, DECODE_TARGET)])
     return f"## Decoding\n\n1 query, 4096 keys. Target: {DECODE_TARGET:g}.\n\n" + table(["", "tilewise", "SDPA", "ratio"], rows)
 
@@ -178,14 +192,15 @@ def building() -> str:
 def host_time() -> str:
     q, k, v = (torch.randn(1, 2, 16, 16) for _ in range(3))
     with torch.no_grad():
-        ours, masked, theirs = in_turn([
-            lambda: [tw.attention(q, k, v, backend="cpp") for _ in range(100)],
-            lambda: [tw.attention(q, k, v, mask=masks.causal, backend="cpp") for _ in range(100)],
-            lambda: [scaled_dot_product_attention(q, k, v) for _ in range(100)],
-        ], seconds=1.0)  # fmt: skip
-    return (
-        f"## A tiny call\n\n2 heads, 16 tokens, D16, fp32: plain {10 * ours:.0f} µs, causal {10 * masked:.0f} µs, SDPA {10 * theirs:.0f} µs a call."
-    )
+        ours, masked, theirs = in_turn(
+            [
+                lambda: [tw.attention(q, k, v, backend="cpp") for _ in range(100)],
+                lambda: [tw.attention(q, k, v, mask=masks.causal, backend="cpp") for _ in range(100)],
+                lambda: [scaled_dot_product_attention(q, k, v) for _ in range(100)],
+            ],
+            seconds=1.0,
+        )
+    return f"## A tiny call\n\n2 heads, 16 tokens, D16, fp32: plain {10 * ours:.0f} µs, causal {10 * masked:.0f} µs, SDPA {10 * theirs:.0f} µs a call."
 
 
 def main() -> None:

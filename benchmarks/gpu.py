@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from common import in_subprocess
 
 import tilewise
-from tilewise import masks, plan, scores
-from tilewise.engines.triton.looking import kernel_map
-from tilewise.problem import Options, Problem, make_problem
+from tilewise import masks, scores
+from tilewise.core import map_cache
+from tilewise.core.problem import Options, Problem, make_problem
+from tilewise.engines.gpu.tile_classifier import kernel_map
 
 TOKENS, WIDTH = 16384, 2048  # tokens in all; heads x head dim
 TURNS = 3
@@ -338,9 +339,7 @@ def maps(args: argparse.Namespace) -> list[list[str]]:
     """Tile maps as the engine makes them before its first kernel: layouts that it has not seen."""
     tile, count = (64, 64), 20
     work = {
-        "causal documents (20), 16384 tokens, new every time": [
-            problem(16384, masks.causal & masks.document(documents(16384, 20))) for _ in range(count)
-        ],
+        "causal documents (20), 16384 tokens, new every time": [problem(16384, masks.causal & masks.document(documents(16384, 20))) for _ in range(count)],
         "causal, 131072 tokens": [problem(131072, masks.causal)] * count,
     }
     table = [[f"tile map, tiles of {tile[0]} x {tile[1]}", "milliseconds", "peak MiB"]]
@@ -354,7 +353,7 @@ def maps(args: argparse.Namespace) -> list[list[str]]:
 
 def mapped(p: Problem, tile: tuple[int, int]) -> tuple[float, int]:
     """ms and bytes that a map takes which is not there yet."""
-    plan.maps.clear()
+    map_cache.maps.clear()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -487,8 +486,16 @@ def main() -> None:
     args.rep = 40 if args.quick else 100
     args.lengths = args.lengths or ([8192] if args.quick else [2048, 8192, 16384])
     parts = {
-        "dense": dense, "single": single, "grouped": grouped, "masks": programmed, "decode": decode, "host": host, "maps": maps, "memory": memory, "cold": cold,
-    }  # fmt: skip
+        "dense": dense,
+        "single": single,
+        "grouped": grouped,
+        "masks": programmed,
+        "decode": decode,
+        "host": host,
+        "maps": maps,
+        "memory": memory,
+        "cold": cold,
+    }
     versions = f"torch {torch.__version__}, Triton {__import__('triton').__version__}, tilewise {tilewise.__version__}"
     header = f"{torch.cuda.get_device_name()}, {versions}, bf16 unless said otherwise"
     print(header)

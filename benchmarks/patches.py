@@ -14,7 +14,7 @@ from common import Watch, arguments, progress, report, table
 import tilewise as tw
 from tilewise import masks
 from tilewise.engines.base import Engine
-from tilewise.order import best
+from tilewise.frontend.token_order import best
 
 HEADS, HEAD_DIM = 4, 64
 ROUNDS = 7

@@ -47,7 +47,7 @@ def describe(name: str, length: int) -> str:
         "window": f"causal, window {4096 if length > 4096 else 1024}",
         "document": f"causal, {max(4, round(length / 1048.576))} documents",
         "neighborhood": "2-D neighborhood 13 x 13",
-    }[name]  # fmt: skip
+    }[name]
 
 
 def build(library: str, mask: Any, length: int) -> Any:

@@ -1,6 +1,6 @@
 """Train a small attention layer on packed documents, with a learned relative bias, on whatever device there is.
 
-    python examples/packed_documents.py
+python examples/packed_documents.py
 """
 
 import torch

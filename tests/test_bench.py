@@ -6,8 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise import bench
-from tilewise.commands import app
+from tilewise.tools import bench
+from tilewise.tools.commands import app
 
 
 def test_it_measures_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

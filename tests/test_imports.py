@@ -1,6 +1,5 @@
 """What `import tilewise` brings along, and which module may import which."""
 
-import ast
 import json
 import subprocess
 import sys
@@ -8,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tilewise
-
-ROOT = Path(tilewise.__file__).parent
-
-# Each may import those before it, and itself. Inside a package imports are free.
-ORDER = [
-    "errors", "_version", "tf32", "lang", "masks", "scores", "tiles", "problem", "weak_entries", "plan", "store", "engines", "dispatch", "order", "calls",
-    "packing", "attention", "explanation", "building", "block_mask", "flex", "tensor_masks", "functional", "ragged", "interception", "watching",
-    "__init__", "integrations", "demo", "bench", "doctor", "commands", "cli", "__main__",
-]  # fmt: skip
+from docs import package_map
 
 # -- a fresh process -------------------------------------------------------------------------------------------------
 
@@ -39,51 +29,46 @@ def test_import_brings_nothing_else() -> None:
     heavy = [name for name in brought if name.startswith(("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension"))]
     assert not heavy, f"import tilewise also imports {heavy}"
     own = [name for name in brought if name.startswith("tilewise.")]
-    later = ("tilewise.bench", "tilewise.cli", "tilewise.commands", "tilewise.demo", "tilewise.doctor", "tilewise.integrations")
+    later = ("tilewise.tools.bench", "tilewise.tools.cli", "tilewise.tools.commands", "tilewise.tools.demo", "tilewise.tools.doctor", "tilewise.integrations")
     assert not [name for name in own if name.startswith(later)], "commands and integrations are loaded when they are used"
 
 
 # -- the import order ------------------------------------------------------------------------------------------------
 
-
-def imports_of(path: Path) -> set[str]:
-    """The names below `tilewise` a file imports, anywhere in it; "__init__" is the package itself."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for name in (alias.name.split(".") for alias in node.names):
-                if name[0] == "tilewise":
-                    found.add(name[1] if len(name) > 1 else "__init__")
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the order"
-            module = (node.module or "").split(".")
-            if module[0] == "tilewise":
-                found |= {module[1]} if len(module) > 1 else {n for alias in node.names if (n := module_or_package(alias.name))}
-    return found
+MODULES = package_map.modules()
+ORDER = list(package_map.LAYERS)
 
 
-def module_or_package(name: str) -> str:
-    """`from tilewise import x`: x itself if it is a module, else the package that holds it."""
-    return name if (ROOT / f"{name}.py").exists() or (ROOT / name).is_dir() else "__init__"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_the_layers(module: str) -> None:
+    own = package_map.layer_of(module)
+    for line, target in package_map.imports_of(MODULES[module], MODULES):
+        layer = package_map.layer_of(target)
+        assert ORDER.index(layer) <= ORDER.index(own), f"{MODULES[module]}:{line} imports {target} of the layer {layer!r}, which is above {own!r}"
 
 
-def place_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def test_no_module_imports_itself_through_others() -> None:
+    """Lazy imports count: what is imported inside a function is a way back up all the same."""
+    assert package_map.cycle(package_map.graph()) == []
 
 
-SOURCES = sorted(ROOT.rglob("*.py"))
+def test_every_layer_has_a_module() -> None:
+    assert {package_map.layer_of(module) for module in MODULES} == set(ORDER)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_import_order(path: Path) -> None:
-    place = place_of(path)
-    assert place in ORDER, f"{place} has no place in the import order: add it to ORDER in {Path(__file__).name}"
-    for name in imports_of(path) - {place}:
-        assert name in ORDER, f"{path.name} imports {name}, which has no place in the import order"
-        assert ORDER.index(name) < ORDER.index(place), f"{path.relative_to(ROOT)} imports {name}, which comes after {place} in the import order"
+def test_the_picture_in_the_docs_is_up_to_date() -> None:
+    page = package_map.PAGE.read_text()
+    assert package_map.page_with_picture(page) == page, "run python docs/package_map.py"
 
 
-def test_the_order_is_read_from_functions_too(tmp_path: Path) -> None:
+def test_imports_are_read_from_functions_too(tmp_path: Path) -> None:
     source = tmp_path / "example.py"
-    source.write_text("import tilewise\nfrom tilewise import masks, attention, TileMap\ndef f():\n    from tilewise.engines.blocked import Walk\n")
-    assert imports_of(source) == {"__init__", "masks", "attention", "engines"}
+    source.write_text(
+        "import tilewise\nfrom tilewise import masks, TileMap\ndef f():\n    from tilewise.engines.blocked import Walk\n    import tilewise.lang.ops\n"
+    )
+    assert {target for _, target in package_map.imports_of(source, MODULES)} == {"__init__", "masks", "engines.blocked", "lang.ops"}
+
+
+def test_a_cycle_is_found() -> None:
+    assert package_map.cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert package_map.cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

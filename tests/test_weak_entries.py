@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tilewise.weak_entries import WeakEntries
+from tilewise.core.weak_cache import WeakCache
 
 
 def test_an_entry_is_found_by_its_key_and_its_objects() -> None:
-    kept: WeakEntries[str] = WeakEntries(4)
+    kept: WeakCache[str] = WeakCache(4)
     a, b = torch.zeros(1), torch.zeros(1)
     kept.keep("key", [a], "of a")
     assert kept.find("key", [a]) == "of a"
@@ -19,7 +19,7 @@ def test_an_entry_is_found_by_its_key_and_its_objects() -> None:
 
 
 def test_an_entry_goes_with_what_it_was_made_of() -> None:
-    kept: WeakEntries[torch.Tensor] = WeakEntries(4)
+    kept: WeakCache[torch.Tensor] = WeakCache(4)
     a, other = torch.zeros(1), torch.zeros(1)
     kept.keep("a", [a], torch.zeros(8))
     del a
@@ -29,7 +29,7 @@ def test_an_entry_goes_with_what_it_was_made_of() -> None:
 
 
 def test_an_entry_that_took_a_lost_ones_place_stays() -> None:
-    kept: WeakEntries[int] = WeakEntries(4)
+    kept: WeakCache[int] = WeakCache(4)
     a, b = torch.zeros(1), torch.zeros(1)
     kept.keep("key", [a], 1)
     kept.keep("key", [b], 2)
@@ -40,7 +40,7 @@ def test_an_entry_that_took_a_lost_ones_place_stays() -> None:
 
 
 def test_the_one_not_used_for_longest_goes_first() -> None:
-    kept: WeakEntries[int] = WeakEntries(2)
+    kept: WeakCache[int] = WeakCache(2)
     for n in (1, 2):
         kept.keep(n, [], n)
     assert kept.find(1, []) == 1
@@ -49,7 +49,7 @@ def test_the_one_not_used_for_longest_goes_first() -> None:
 
 
 def test_many_threads() -> None:
-    kept: WeakEntries[int] = WeakEntries(8)
+    kept: WeakCache[int] = WeakCache(8)
 
     def work(seed: int) -> None:
         for n in range(300):

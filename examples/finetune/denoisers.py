@@ -11,15 +11,32 @@ from torch import Tensor, nn
 TEXT_TOKENS = 8
 
 TINY_FLUX = {
-    "in_channels": 12, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 32,
-    "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
-}  # fmt: skip
+    "in_channels": 12,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+}
 TINY_UNET = {
-    "sample_size": 16, "in_channels": 3, "out_channels": 3, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "cross_attention_dim": 32, "attention_head_dim": (2, 4), "use_linear_projection": True, "transformer_layers_per_block": (1, 2),
-    "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80,
-}  # fmt: skip
+    "sample_size": 16,
+    "in_channels": 3,
+    "out_channels": 3,
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "cross_attention_dim": 32,
+    "attention_head_dim": (2, 4),
+    "use_linear_projection": True,
+    "transformer_layers_per_block": (1, 2),
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 80,
+}
 
 
 class Text:
@@ -63,9 +80,15 @@ class Flux(Denoiser):
         text, pooled = self.text.of(labels, noisy)
         guidance = torch.ones(batch, device=noisy.device, dtype=noisy.dtype) if self.model.config.guidance_embeds else None
         out = self.model(
-            hidden_states=tokens, encoder_hidden_states=text, pooled_projections=pooled, timestep=t.to(noisy.dtype), guidance=guidance,
-            img_ids=places.view(-1, 3), txt_ids=torch.zeros(TEXT_TOKENS, 3, device=noisy.device), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=tokens,
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            timestep=t.to(noisy.dtype),
+            guidance=guidance,
+            img_ids=places.view(-1, 3),
+            txt_ids=torch.zeros(TEXT_TOKENS, 3, device=noisy.device),
+            return_dict=False,
+        )[0]
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height // 2, width // 2)), 2)
 
 

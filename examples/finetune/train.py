@@ -54,8 +54,10 @@ def train(settings: Settings, restart: bool = False) -> list[float]:
             done = step + 1
             if done % settings.log_every == 0 or done == settings.steps:
                 each = (time.perf_counter() - began) / (done - first)
-                folder.say(f"step {done:5d}/{settings.steps}  loss {smoothed(folder.losses)[-1]:.4f}  {1000 * each:.0f} ms a step, "
-                           f"{each * (settings.steps - done):.0f} s to go")  # fmt: skip
+                folder.say(
+                    f"step {done:5d}/{settings.steps}  loss {smoothed(folder.losses)[-1]:.4f}  {1000 * each:.0f} ms a step, "
+                    f"{each * (settings.steps - done):.0f} s to go"
+                )
             if done % settings.sample_every == 0 or done == settings.steps:
                 save_row(sample(learner, data, latents, settings), folder.path / f"samples-{done:05d}.png")
             if done % settings.checkpoint_every == 0 or done == settings.steps:

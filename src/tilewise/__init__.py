@@ -6,22 +6,42 @@ from typing import Any
 from tilewise import flex, functional, masks, scores
 from tilewise._version import __version__
 from tilewise.attention import attention
-from tilewise.building import build_flex_attention_kernels, build_kernels
-from tilewise.dispatch import attention_backend
-from tilewise.engines.triton.tuning import autotuned
+from tilewise.core.store import kernel_root
+from tilewise.engines.gpu.tuning import autotuned
 from tilewise.errors import BackendError, InputError, TilewiseError, TraceError
-from tilewise.explanation import Explanation, backends, explain
-from tilewise.interception import intercept_sdpa
-from tilewise.ragged import varlen_attention
-from tilewise.store import kernel_root
+from tilewise.frontend.dispatch import attention_backend
+from tilewise.functional import intercept_sdpa
 from tilewise.tiles import TileMap, tile_map
-from tilewise.watching import watch
+from tilewise.tools.build import build_flex_attention_kernels, build_kernels
+from tilewise.tools.explain import Explanation, backends, explain
+from tilewise.tools.watch import watch
+from tilewise.varlen import varlen_attention
 
 __all__ = [
-    "BackendError", "Explanation", "InputError", "TileMap", "TilewiseError", "TraceError", "__version__",
-    "attention", "attention_backend", "autotuned", "backends", "build_flex_attention_kernels", "build_kernels", "explain", "flex", "functional",
-    "intercept_sdpa", "kernel_root", "masks", "scores", "tile_map", "varlen_attention", "watch",
-]  # fmt: skip
+    "BackendError",
+    "Explanation",
+    "InputError",
+    "TileMap",
+    "TilewiseError",
+    "TraceError",
+    "__version__",
+    "attention",
+    "attention_backend",
+    "autotuned",
+    "backends",
+    "build_flex_attention_kernels",
+    "build_kernels",
+    "explain",
+    "flex",
+    "functional",
+    "intercept_sdpa",
+    "kernel_root",
+    "masks",
+    "scores",
+    "tile_map",
+    "varlen_attention",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m tilewise` is the `tilewise` command."""
 
-from tilewise.cli import main
+from tilewise.tools.cli import main
 
 main()

@@ -1,4 +1,4 @@
-"""attention(): normalise the arguments, describe the problem, choose an engine, run it."""
+"""attention(): the way of one call, from its arguments to an engine (docs/architecture.md)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import calls, order, packing
-from tilewise.dispatch import Request, check_name, is_logged, log, must_choose, observers, requested_backend, tell_observers
-from tilewise.engines import AGAIN, Output, arguments, engine_named, is_plain, run_directly
-from tilewise.engines.native import NativeEngine
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_eager
 from tilewise.errors import BackendError, InputError
-from tilewise.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.frontend import call_cache, packing
+from tilewise.frontend.call_cache import CachedCall
+from tilewise.frontend.dispatch import check_name, is_logged, log, must_choose, observers, requested_backend, tell_observers
+from tilewise.frontend.token_order import token_permute, token_unpermute
 from tilewise.scores import ScoreFunction
 
 
@@ -63,9 +65,7 @@ def attention(
     return (out, output.lse) if return_lse else out
 
 
-def problem_of_call(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, heads: int | None
-) -> tuple[Problem, str]:
+def problem_of_call(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, heads: int | None) -> tuple[Problem, str]:
     """The problem attention() would make of these arguments, and its mask's name."""
     if query.is_nested:
         packed = packing.unnest(query, key, value, layout)
@@ -78,53 +78,52 @@ def _as_bhsd(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int 
     return to_bhsd(query, layout, heads, "query"), to_bhsd(key, layout, kv_heads, "key"), to_bhsd(value, layout, kv_heads, "value")
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool
-) -> Output:
-    """The whole way of one call on (batch, heads, sequence, head dim) tensors. lse is empty where native served it, and may be where it is not needed."""
-    name, source = requested_backend(backend)
-    seen = calls.sight(query, key, value, mask, score, options, name, needs_lse)
-    known = None if seen is None else calls.find(seen)
-    if seen is not None and known is not None:
-        again = known.problem.memory.get(AGAIN)
-        if again is not None and not observers and not is_logged() and not calls.trains(known, seen, query, key, value):
-            output = again(query, key, value)
-            if output is not None:
-                return output
-        problem, engine, choice, mask_name = calls.restored(known, seen, query, key, value, options), known.engine, known.choice, known.mask_name
-    else:
-        check_name(name, source)
+def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool) -> Output:
+    """The way of one call on (batch, heads, sequence, head dim) tensors: normalise -> Problem -> choose -> plan -> run.
+
+    The call cache skips all but the last for a call like an earlier one. lse is empty where the engine returns none, and may be where it is not needed.
+    """
+    request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
+    call_key = call_cache.key_of(query, key, value, mask, score, options, request.backend, needs_lse)
+    cached = call_cache.find(call_key)
+    if cached is None:
+        check_name(request.backend, request.source)
         problem, mask_name = make_problem(query, key, value, mask, score, options)
-        engine, choice = must_choose(problem, Request(name, source, needs_lse, options.seed is not None))
-        if seen is not None and not (isinstance(engine, NativeEngine) and problem.mask is not None):  # contents of its tensors may have decided that
-            calls.remember(seen, engine, problem, choice, mask_name)
-    log(choice, problem, mask_name)
-    patches = None
-    if problem.grid is not None:
-        patches, problem = order.in_best_order(engine, problem)
+        cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
+    else:
+        assert call_key is not None
+        replayed = None if observers or is_logged() else cached.replay(call_key, query, key, value)
+        if replayed is not None:
+            return replayed
+        problem = cached.bind(call_key, query, key, value, options)
+    return execute(cached, problem, needs_lse)
+
+
+def execute(cached: CachedCall, problem: Problem, needs_lse: bool) -> Output:
+    """Run a planned call, in the order of tokens that its plan says."""
+    engine, plan, permutation = cached.engine, cached.plan, cached.permutation
+    log(cached.choice, problem, cached.mask_name)
+    if permutation is not None:
+        problem = token_permute(permutation, problem)
+        plan = cached.plan_for(problem)
     if not torch.compiler.is_compiling() and observers:  # in this order: torch.compile puts no guard on the list
-        tell_observers(engine, problem, mask_name)
-    if isinstance(engine, NativeEngine):
-        return Output(engine.call(problem), *NOTHING)
-    output = run_directly(engine, problem) if seen is not None else operate(engine.name, problem)
-    return output if patches is None else order.in_given_order(patches, output, needs_lse)
+        tell_observers(engine, problem, cached.mask_name)
+    output = run_engine(engine, problem, plan)
+    return output if permutation is None else token_unpermute(permutation, output, needs_lse)
 
 
-NOTHING = torch.empty(0), torch.empty(0)
-
-
-def operate(engine: str, problem: Problem) -> Output:
-    """Run an engine: directly where only eager autograd watches, else behind the torch operator."""
+def run_engine(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    """Directly where only eager autograd watches or torch sees through the engine, else behind the torch operator."""
+    if engine.is_torch_function:
+        return engine.forward(problem, plan)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in problem.tensors):
-        raise BackendError(f"{engine} has no forward-mode derivative (jvp); torch's SDPA has one with SDPBackend.MATH")
-    if is_plain(problem):
-        return run_directly(engine_named(engine), problem)
-    return Output(*torch.ops.tilewise.attention(*arguments(engine, problem)))
+        raise BackendError(f"{engine.name} has no forward-mode derivative (jvp); torch's SDPA has one with SDPBackend.MATH")
+    if is_plain(problem.tensors):
+        return run_eager(engine, problem, plan)
+    return Output(*torch.ops.tilewise.attention(*arguments(engine.name, problem)))
 
 
-def _nested(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool
-) -> Any:
+def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool) -> Any:
     """Jagged nested tensors: packed, computed without padding, and put back."""
     if return_lse:
         raise InputError("return_lse is not available for nested tensors; use tilewise.varlen_attention, which returns it packed")

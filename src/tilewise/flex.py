@@ -1,6 +1,6 @@
 """torch's FlexAttention interface, served by tilewise: code written for it runs after changing the import.
 
-    from tilewise.flex import flex_attention, create_block_mask
+from tilewise.flex import flex_attention, create_block_mask
 """
 
 import inspect
@@ -13,18 +13,26 @@ import torch
 from torch import Tensor
 
 from tilewise.attention import run
-from tilewise.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask
+from tilewise.core.problem import Options
 from tilewise.errors import InputError, MisuseError
+from tilewise.frontend.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask
 from tilewise.lang import INDICES, evaluate, trace_mask, trace_score
 from tilewise.masks import MaskFunction
-from tilewise.problem import Options
 from tilewise.scores import ScoreFunction
 from tilewise.tiles import TileMap, from_block_mask
 
 __all__ = [
-    "AuxOutput", "AuxRequest", "BlockMask", "FlexKernelOptions",
-    "and_masks", "create_block_mask", "create_mask", "flex_attention", "noop_mask", "or_masks",
-]  # fmt: skip
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "FlexKernelOptions",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+]
 
 logger = logging.getLogger("tilewise")
 
@@ -107,7 +115,7 @@ def flex_attention(
         return output.out, output.lse
     if return_aux is None:
         return output.out
-    return output.out, AuxOutput(output.lse if wanted.lse else None, output.highest if wanted.max_scores else None)
+    return output.out, AuxOutput(output.lse if wanted.lse else None, output.max_score if wanted.max_scores else None)
 
 
 def mask_for(block_mask: Any, query: Tensor, key: Tensor) -> Any:

@@ -4,25 +4,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from tilewise import tensor_masks
 from tilewise.attention import attention
-from tilewise.dispatch import attention_backend, observers, requested_backend, tell_observers
-from tilewise.engines.native import NativeEngine
-from tilewise.errors import BackendError, InputError
+from tilewise.core.problem import DenseMask
+from tilewise.errors import InputError
+from tilewise.frontend import mask_tensors
+from tilewise.frontend.dispatch import attention_backend, requested_backend, takes_dense_mask
+from tilewise.frontend.interception import Interception
 from tilewise.masks import causal, causal_lower_right
-from tilewise.problem import Options, make_problem
 
 # torch's kernels by what they are to a user; cuDNN and the memory-efficient kernel are reached through torch itself.
-BACKEND_OF = {
-    SDPBackend.MATH: "math",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.EFFICIENT_ATTENTION: "native",
-    SDPBackend.CUDNN_ATTENTION: "native",
-}
+BACKEND_OF = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "native", SDPBackend.CUDNN_ATTENTION: "native"}
 
 
 def scaled_dot_product_attention(
@@ -56,26 +50,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backe
     """tilewise.attention with a mask that may be a 4-D tensor, which is then read once and remembered."""
     if not isinstance(mask, Tensor) or query.is_nested:
         return attention(query, key, value, mask=mask, backend=backend, **options)
-    if requested_backend(backend)[0] == "native":
-        return _natively(query, key, value, mask, **options)
-    reading = tensor_masks.read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+    if takes_dense_mask(requested_backend(backend)[0]):
+        return attention(query, key, value, mask=DenseMask(mask), backend=backend, **options)
+    reading = mask_tensors.read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is None:
         return attention(query, key, value, mask=mask, backend=backend, **options)
     return attention(query, key, value, mask=reading.mask, score=reading.score, backend=backend, **options)
-
-
-def _natively(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
-) -> Tensor:  # fmt: skip
-    """torch's SDPA takes more mask tensors than the native engine can read back from a problem: it gets this one as it is."""
-    if return_lse:
-        raise BackendError("backend 'native' cannot serve this: SDPA does not return lse")
-    problem, _ = make_problem(query, key, value, None, None, Options(scale, dropout_p, enable_gqa=enable_gqa))
-    engine = NativeEngine()
-    if not torch.compiler.is_compiling() and observers:
-        tell_observers(engine, problem, f"tensor{list(mask.shape)}")
-    return engine.call_with(problem, mask if mask.dtype == torch.bool else mask.to(problem.dtype), is_causal)
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,3 +99,18 @@ def sdpa_kernel(backends: SDPBackend | Sequence[SDPBackend], set_priority: bool 
         raise InputError(f"sdpa_kernel takes one or more of {', '.join(b.name for b in BACKEND_OF)}, got {listed}")
     with attention_backend(BACKEND_OF[listed[0]] if len(listed) == 1 else "auto"):
         yield
+
+
+class intercept_sdpa(Interception):
+    """Inside the `with` block, on this thread, tilewise serves every torch scaled_dot_product_attention.
+
+        with tilewise.intercept_sdpa():
+            loss = model(x)
+
+    `backend` chooses for all of tilewise's calls inside, as tilewise.attention_backend does. nn.MultiheadAttention is served where
+    it needs no weights. Activations that are checkpointed are computed again in the backward, out of reach of any such block:
+    there, use tilewise.integrations.route(model).
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        super().__init__(scaled_dot_product_attention, backend, "intercept_sdpa")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
-from tilewise.lang import Call, name_of, trace_mask
+from tilewise.lang import BoundProgram, name_of, trace_mask
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -48,7 +48,7 @@ class Mask:
         self.grid = grid  # changes the order in which tokens are computed, never the result
         self._label = label
         self._parameters = parameters
-        self._call: Call | None = None
+        self._call: BoundProgram | None = None
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Mask:
     def __repr__(self) -> str:
         return f"Mask({self.name})"
 
-    def traced(self) -> Call:
+    def traced(self) -> BoundProgram:
         if torch.compiler.is_compiling():
             return trace_mask(self.function)
         if self._call is None:

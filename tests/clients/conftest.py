@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from torch.overrides import _get_current_function_mode_stack
 
-from tilewise.dispatch import observers, requested_backend
+from tilewise.frontend.dispatch import observers, requested_backend
 from tilewise.integrations.routing import _steps
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import tilewise as tw
-from tests.clients.compare import engine_of, reached
-from tests.clients.diffusers_models import DIRECT, DISPATCHED, Tiny
 from tests.clients.test_sdpa import blocks, x_of
 from tests.clients.test_transformers import BERT, IDS, LLAMA
-from tilewise.dispatch import CANDIDATES
+from tests.support.compare import engine_of, reached
+from tests.support.diffusers_models import DIRECT, DISPATCHED, Tiny
+from tilewise.frontend.dispatch import CANDIDATES
 from tilewise.integrations import configure, diffusers, transformers
 
 MECHANISMS = ["flex", "math", "blocked", "reference", "native"]

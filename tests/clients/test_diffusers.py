@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
-from tests.clients.compare import check, engine_of, normal, reached, served_by_flex
-from tests.clients.diffusers_models import DIRECT, DISPATCHED, Tiny
-from tilewise import plan, tensor_masks
+from tests.support.compare import check, engine_of, normal, reached, served_by_flex
+from tests.support.diffusers_models import DIRECT, DISPATCHED, Tiny
+from tilewise.core import map_cache
+from tilewise.frontend import mask_tensors
 from tilewise.integrations import diffusers as client
 from tilewise.integrations import route
 
@@ -185,7 +186,7 @@ MASKS = {
     "by head": (PER_HEAD, minus_inf(PER_HEAD)),
     "added by head": (normal(B, H, SQ, SK, seed=5, dtype=torch.float64),) * 2,
     "one for all": (PER_HEAD[:1, :1], minus_inf(PER_HEAD[:1, :1])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -246,10 +247,10 @@ def test_torchs_block_masks() -> None:
 def test_a_mask_is_read_once_for_all_layers_and_never_stale() -> None:
     q, k, v = q_k_v()
     keep = KEEP.clone()
-    looked, built = tensor_masks._readings.looked, plan.maps.built
+    looked, built = mask_tensors._readings.looked, map_cache.maps.built
     for _ in range(6):
         dispatch_attention_fn(q, k, v, attn_mask=keep, backend="tilewise")
-    assert (tensor_masks._readings.looked - looked, plan.maps.built - built) == (1, 1)
+    assert (mask_tensors._readings.looked - looked, map_cache.maps.built - built) == (1, 1)
     keep[0, 3:] = False
     found = dispatch_attention_fn(q, k, v, attn_mask=keep, backend="tilewise")
     torch.testing.assert_close(found, dense(q, k, v, minus_inf(keep[:, None, None]))[0])

@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from tests.clients.compare import engine_of
+from tests.support.compare import engine_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "finetune"
 MECHANISMS = ("flex", "native", "math")
@@ -64,9 +64,15 @@ def test_an_sdxl_unet_a_vae_a_folder_of_pictures_and_checkpointed_activations(ex
     torch.manual_seed(0)
     AutoencoderKL(block_out_channels=(8,), latent_channels=3, norm_num_groups=4, sample_size=16).save_pretrained(tmp_path / "vae")
     losses = run(
-        example, tmp_path / "run", model="tiny-sdxl-unet", vae=str(tmp_path / "vae"), images=str(tmp_path / "pictures"), steps=3, batch_size=2,
+        example,
+        tmp_path / "run",
+        model="tiny-sdxl-unet",
+        vae=str(tmp_path / "vae"),
+        images=str(tmp_path / "pictures"),
+        steps=3,
+        batch_size=2,
         gradient_checkpointing=True,
-    )  # fmt: skip
+    )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert len(losses) == 3 and "labels blue, red" in log and "bypass" not in log
     again = run(example, tmp_path / "second", model=str(tmp_path / "run" / "checkpoint"), vae=str(tmp_path / "vae"), steps=1, batch_size=2)

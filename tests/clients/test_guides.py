@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.compare import engine_of
+from tests.support.compare import engine_of
 from tilewise.integrations import diffusers, transformers
 
 DOCS = Path(__file__).parents[2] / "docs"

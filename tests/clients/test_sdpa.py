@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tests.clients.compare import check, engine_of, normal, reached, seeded, served_by_flex
+from tests.support.compare import check, engine_of, normal, reached, seeded, served_by_flex
 from tilewise.integrations import route, unroute
 
 LENGTH, WIDTH = 24, 16

@@ -16,8 +16,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from torch.nn import functional
 
 import tilewise as tw
-from tests.clients.compare import engine_of
-from tests.clients.diffusers_models import DIRECT, DISPATCHED, Tiny
+from tests.support.compare import engine_of
+from tests.support.diffusers_models import DIRECT, DISPATCHED, Tiny
 from tilewise.integrations import simpletuner as client
 
 PATH = "simpletuner.helpers.training.attention_backend"

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.clients.compare import normal
-from tilewise import plan, tensor_masks
+from tests.support.compare import normal
+from tilewise.core import map_cache
+from tilewise.frontend import mask_tensors
+from tilewise.frontend.mask_tensors import read
 from tilewise.functional import scaled_dot_product_attention
-from tilewise.tensor_masks import read
 
 B, H, Q, K = 2, 3, 5, 7
 SIZES = (B, H, Q, K)
@@ -64,12 +65,12 @@ def test_it_means_the_same_as_the_tensor(name: str) -> None:
 
 def test_read_once_however_many_views_are_made() -> None:
     keep = KEEP.clone()
-    before, maps = tensor_masks._readings.looked, plan.maps.built
+    before, maps = mask_tensors._readings.looked, map_cache.maps.built
     q = normal(B, H, Q, 4, seed=0, dtype=torch.float32)
     k = normal(B, H, K, 4, seed=1, dtype=torch.float32)
     for _ in range(5):
         scaled_dot_product_attention(q, k, k, keep[:, None, None, :])
-    assert (tensor_masks._readings.looked - before, plan.maps.built - maps) == (1, 1)
+    assert (mask_tensors._readings.looked - before, map_cache.maps.built - maps) == (1, 1)
 
 
 def test_never_stale() -> None:
@@ -105,10 +106,10 @@ def test_no_tensor_is_kept_alive() -> None:
     assert name_of(mask) == "padding + bias"
     alive = weakref.ref(mask)
     gc.collect()
-    kept = len(tensor_masks._readings._kept)
+    kept = len(mask_tensors._readings._kept)
     del mask
     gc.collect()
-    assert alive() is None and len(tensor_masks._readings._kept) == kept - 1
+    assert alive() is None and len(mask_tensors._readings._kept) == kept - 1
 
 
 def test_a_learned_mask_gets_its_gradient() -> None:

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import tilewise as tw
-from tests.clients.compare import Scope, check, normal, reached, seeded
+from tests.support.compare import Scope, check, normal, reached, seeded
 from tilewise.integrations import transformers as client
 
 BATCH, LENGTH, VOCABULARY = 2, 12, 40
@@ -49,9 +49,18 @@ def implementation(name: str) -> Scope:
 SDPA, EAGER = implementation("sdpa"), implementation("eager")
 
 DECODER = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 WINDOWED = ["sliding_attention", "full_attention"]
 ENCODER = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -80,25 +89,62 @@ class Tiny:
 
 LLAMA = Tiny("llama", "LlamaForCausalLM", "LlamaConfig", DECODER)
 MISTRAL = Tiny("mistral", "MistralForCausalLM", "MistralConfig", DECODER | {"sliding_window": 4})
-GEMMA2 = Tiny("gemma2", "Gemma2ForCausalLM", "Gemma2Config", DECODER | {
-    "query_pre_attn_scalar": 16, "sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0, "layer_types": WINDOWED,
-}, (EAGER,), True)  # fmt: skip
+GEMMA2 = Tiny(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    "Gemma2Config",
+    DECODER | {"query_pre_attn_scalar": 16, "sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0, "layer_types": WINDOWED},
+    (EAGER,),
+    True,
+)
 GEMMA3 = Tiny("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", DECODER | {"query_pre_attn_scalar": 16, "sliding_window": 4, "layer_types": WINDOWED})
-GPT_OSS = Tiny("gpt-oss", "GptOssForCausalLM", "GptOssConfig", DECODER | {
-    "sliding_window": 4, "layer_types": WINDOWED, "num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}, (EAGER,), True)  # fmt: skip
+GPT_OSS = Tiny(
+    "gpt-oss",
+    "GptOssForCausalLM",
+    "GptOssConfig",
+    DECODER
+    | {
+        "sliding_window": 4,
+        "layer_types": WINDOWED,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    (EAGER,),
+    True,
+)
 DECODERS = [LLAMA, Tiny("qwen3", "Qwen3ForCausalLM", "Qwen3Config", DECODER), MISTRAL, GEMMA2, GEMMA3, GPT_OSS]
 BERT = Tiny("bert", "BertModel", "BertConfig", ENCODER | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
-T5 = Tiny("t5", "T5ForConditionalGeneration", "T5Config", {
-    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": None,
-}, (SDPA, EAGER), True)  # fmt: skip
-CLIP = Tiny("clip", "CLIPModel", "CLIPConfig", {
-    "text_config": ENCODER | {"max_position_embeddings": 16, "projection_dim": 16, "eos_token_id": 2},
-    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4},
-    "projection_dim": 16,
-})  # fmt: skip
+T5 = Tiny(
+    "t5",
+    "T5ForConditionalGeneration",
+    "T5Config",
+    {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    },
+    (SDPA, EAGER),
+    True,
+)
+CLIP = Tiny(
+    "clip",
+    "CLIPModel",
+    "CLIPConfig",
+    {
+        "text_config": ENCODER | {"max_position_embeddings": 16, "projection_dim": 16, "eos_token_id": 2},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4},
+        "projection_dim": 16,
+    },
+)
 
 
 def on(inputs: Callable[[torch.dtype], dict[str, Any]], keep: Tensor | None = None) -> Callable[[nn.Module, torch.dtype], Tensor]:
@@ -165,9 +211,7 @@ def test_t5_with_its_position_bias() -> None:
 
 
 def test_clip() -> None:
-    held(CLIP, lambda dtype: {
-        "input_ids": IDS, "attention_mask": RIGHT_PADDED.long(), "pixel_values": normal(BATCH, 3, 16, 16, seed=1, dtype=dtype)
-    })  # fmt: skip
+    held(CLIP, lambda dtype: {"input_ids": IDS, "attention_mask": RIGHT_PADDED.long(), "pixel_values": normal(BATCH, 3, 16, 16, seed=1, dtype=dtype)})
 
 
 @pytest.mark.parametrize("tiny", [LLAMA, GEMMA2], ids=str)
@@ -187,21 +231,51 @@ def test_with_activations_computed_again() -> None:
 SMALL = ENCODER | {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
 MORE = {  # one for each thing the families above do not do
     "gpt2": ("GPT2Model", "GPT2Config", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}),
-    "llama4, chunks": ("Llama4ForCausalLM", "Llama4TextConfig", SMALL | {
-        "num_key_value_heads": 2, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32,
-    }),
-    "modernbert, windows both ways": ("ModernBertModel", "ModernBertConfig", SMALL | {
-        "global_attn_every_n_layers": 2, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2,
-    }),
-    "deepseek, values of another size": ("DeepseekV3Model", "DeepseekV3Config", SMALL | {
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
-        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-    }),
-    "bart, encoder and decoder": ("BartModel", "BartConfig", {
-        "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0,
-    }),
-}  # fmt: skip
+    "llama4, chunks": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32},
+    ),
+    "modernbert, windows both ways": (
+        "ModernBertModel",
+        "ModernBertConfig",
+        SMALL | {"global_attn_every_n_layers": 2, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "deepseek, values of another size": (
+        "DeepseekV3Model",
+        "DeepseekV3Config",
+        SMALL
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "bart, encoder and decoder": (
+        "BartModel",
+        "BartConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "pad_token_id": 0,
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MORE)

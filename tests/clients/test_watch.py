@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tilewise as tw
-from tests.clients.compare import normal
+from tests.support.compare import normal
 from tilewise import masks
-from tilewise.dispatch import observers
+from tilewise.frontend.dispatch import observers
 from tilewise.integrations import route
 
 LENGTH = 300
@@ -95,9 +95,12 @@ def test_layers_that_bypass_are_named_with_the_line_that_routes_them() -> None:
         forward()
     found = {layer.name: (layer.uses[0].engine, layer.bypasses) for layer in w.layers}
     assert found == {
-        "0": ("torch SDPA", True), "1": ("softmax written out", True), "2": ("none seen", True),
-        "4.spare.CrossAttention": ("not called", False), "5": ("nn.MultiheadAttention", True),
-    }  # fmt: skip
+        "0": ("torch SDPA", True),
+        "1": ("softmax written out", True),
+        "2": ("none seen", True),
+        "4.spare.CrossAttention": ("not called", False),
+        "5": ("nn.MultiheadAttention", True),
+    }
     remedies = {layer.name: layer.remedy for layer in w.bypassing}
     assert remedies["0"] == "tilewise.integrations.route(model)" and remedies["1"].startswith("none:") and remedies["2"].startswith("none:")
     assert "0 of 5 attention layers reached tilewise" in str(w) and "0 bypass tilewise; to route: tilewise.integrations.route(model)" in str(w)

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import calls, masks, scores
-from tilewise.plan import maps
+from tilewise import masks, scores
+from tilewise.core.map_cache import maps
+from tilewise.core.weak_cache import WeakCache
+from tilewise.frontend import call_cache
 from tilewise.tiles import Geometry, TileMap
 from tilewise.tiles.runs import from_dense
-from tilewise.weak_entries import WeakEntries
 
 window = 3  # a global that a mask looks at
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> None:
-    calls.forget()
+    call_cache.forget()
 
 
 def tensors(length: int = 24, dim: int = 8) -> list[Tensor]:
@@ -35,9 +36,9 @@ def attend(x: list[Tensor], **options: Any) -> Tensor:
 
 
 def right(x: list[Tensor], **options: Any) -> Tensor:
-    calls.forget()
+    call_cache.forget()
     found = tw.attention(*x, backend="reference", **options)
-    calls.forget()
+    call_cache.forget()
     return found
 
 
@@ -79,7 +80,7 @@ def test_a_call_like_an_earlier_one_skips_the_long_way(traced: list[int], name: 
         x = tensors()
         torch.testing.assert_close(attend(x, **LIKE[name]()), right(x, **LIKE[name]()))
         attend(x, **LIKE[name]())
-    calls.forget()
+    call_cache.forget()
     traced.clear()
     for _ in range(3):
         attend(tensors(), **LIKE[name]())
@@ -195,57 +196,57 @@ def test_what_was_made_for_a_tensor_goes_with_it() -> None:
     """A training loop that brings new documents every step keeps the maps and the packed arguments of the last few, not of hundreds."""
     query = torch.randn(1, 1, 64, 16)
     maps.clear()
-    calls.forget()
+    call_cache.forget()
     for step in range(20):
         ids = torch.arange(64) // (step + 2)
         tw.attention(query, query, query, mask=lambda b, h, q, kv, ids=ids: ids[q] == ids[kv], backend="blocked")
         del ids
         gc.collect()
-    assert len(maps._maps) <= 2 and len(calls._calls) <= 2
-
+    assert len(maps._maps) <= 2 and len(call_cache._calls) <= 2
 
 
 def test_old_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_calls", WeakEntries(4))
+    monkeypatch.setattr(call_cache, "_calls", WeakCache(4))
     for length in range(10, 30):
         attend(tensors(length), is_causal=True)
-    assert len(calls._calls) <= 4
+    assert len(call_cache._calls) <= 4
 
 
 def test_a_score_whose_tensor_moves_to_the_query_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bare tiles there is no mask to look at, only the score."""
-    from tilewise import problem
-    from tilewise.lang import Call
+    from tilewise.core import problem
+    from tilewise.lang import BoundProgram
 
-    def moved(call: Call | None, device: torch.device) -> Call | None:
-        return None if call is None else Call(call.program, tuple([t.clone() for t in call.captures]), call.ints, call.floats)
+    def moved(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:
+        return None if call is None else BoundProgram(call.program, tuple([t.clone() for t in call.captures]), call.ints, call.floats)
 
     tiles = torch.tensor([[True, False], [True, True]])
     bare = TileMap(Geometry(1, 1, 24, 24, (16, 16)), from_dense(tiles & False), from_dense(tiles), None, given=True)
     bias, x = torch.randn(2), tensors()
     wanted = attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h])
-    calls.forget()
+    call_cache.forget()
     monkeypatch.setattr(problem, "_on_device", moved)
     assert torch.equal(attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h]), wanted)
 
 
-def test_a_short_way_goes_when_what_it_starts_is_made_anew() -> None:
-    from tilewise.engines.base import AGAIN
-    from tilewise.engines.triton import tuning
-    from tilewise.engines.triton.run import prepared
-    from tilewise.problem import Options, make_problem
+def test_a_pass_is_prepared_again_when_tuning_went_on_or_contents_changed() -> None:
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu import tuning
+    from tilewise.engines.gpu.plan import GpuPlan
 
-    p = make_problem(*tensors(), None, None, Options())[0]
-    prepared(p, ("kernel",), False, lambda: "first")
-    assert AGAIN not in p.memory  # a call that is not remembered has no use for one
-    p.memory[AGAIN] = "short"
-    prepared(p, ("kernel",), False, lambda: "not made")
-    assert p.memory[AGAIN] == "short"
+    limit = torch.tensor(3)
+    p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < limit, None, Options())[0]
+    plan, made = GpuPlan(p), iter(range(10))
+    prepared = lambda name="pass": plan.prepared(name, p, lambda: next(made))
+    assert [prepared(), prepared(), prepared("another")] == [0, 0, 1]
     with tuning.autotuned():
-        prepared(p, ("kernel",), False, lambda: "second")
-    assert p.memory[AGAIN] is None
-    attend(tensors(), mask=masks.causal)
-    assert all(entry.value.problem.memory[AGAIN] is None for entry in calls._calls._entries.values())
+        assert prepared() == 2
+    assert prepared() == 3
+    limit += 1
+    assert [prepared(), prepared()] == [4, 4]
+    with torch.inference_mode():  # whose tensors have no version
+        p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < torch.tensor(3), None, Options())[0]
+    assert [prepared(), prepared()] == [5, 6]
 
 
 def test_templates_of_rows_make_contiguous_tensors() -> None:

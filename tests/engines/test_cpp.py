@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.cases import CASES
-from tests.error_rule import check
-from tilewise import masks, scores, store
+from tests.support.cases import CASES
+from tests.support.error_rule import check
+from tilewise import masks, scores
+from tilewise.core import store
 from tilewise.engines.cpp import missing, run
 from tilewise.engines.cpp.libraries import Counts
 
@@ -39,7 +40,7 @@ DECODING: dict[str, dict[str, Any]] = {
     "softcap and sinks": {"score": [scores.softcap(2.0), scores.sinks(torch.linspace(-1, 1, 6))]},
     "bias": {"score": scores.bias(torch.linspace(-2, 2, 2 * 1200).view(2, 1, 1, 1200))},
     "dropout": {"dropout_p": 0.4, "seed": 5},
-}  # fmt: skip
+}
 
 
 @available

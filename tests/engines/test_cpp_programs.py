@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lang.generated import captures, function_of, trees
-from tests.lang.programs import trace_value
+from tests.support.generated import captures, function_of, trees
+from tests.support.programs import trace_value
 from tilewise.engines.cpp import compiler, missing
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, score_source
 from tilewise.engines.cpp.mods import call_arrays
-from tilewise.lang import Call, interpret
+from tilewise.lang import BoundProgram, interpret
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -46,12 +46,12 @@ def inputs(axes: Axes) -> dict[str, torch.Tensor]:
     return {"b": b, "h": h, axes.row: row, axes.lane: lane, "score": score}
 
 
-def writer(call: Call, axes: Axes) -> Writer:
+def writer(call: BoundProgram, axes: Axes) -> Writer:
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, False) for t in call.captures)
     return Writer(call.program, call, Extents(B + 1, H + 1, 64, 64), layouts, axes)
 
 
-def interpreted(call: Call, axes: Axes) -> torch.Tensor | None:
+def interpreted(call: BoundProgram, axes: Axes) -> torch.Tensor | None:
     """None where torch raises: a division of integers by 0, say."""
     try:
         (found,) = interpret(call.program, call, inputs(axes))
@@ -90,7 +90,7 @@ def check(programs: list[tuple[Any, int]], axes: Axes) -> None:
     assert not different, f"{len(different)} of {len(calls)} programs differ, the first: {min(different, key=len)}"
 
 
-def agrees(library: ctypes.CDLL, k: int, call: Call, axes: Axes) -> bool:
+def agrees(library: ctypes.CDLL, k: int, call: BoundProgram, axes: Axes) -> bool:
     arguments = (ctypes.c_int64 * 6)()
     arrays = call_arrays(call)
     arguments[:] = (0, 0, *arrays.values)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import masks, scores, store
-from tilewise.dispatch import CANDIDATES, INTENTS, VARIABLE, candidates
+from tilewise import masks, scores
+from tilewise.core import store
 from tilewise.engines import ENGINES, Engine
 from tilewise.engines.cpp import CppEngine
 from tilewise.engines.native import NativeEngine
+from tilewise.frontend.dispatch import CANDIDATES, INTENTS, VARIABLE, candidates
 
 NAMES = [e.name for e in ENGINES]
 
@@ -179,8 +180,8 @@ def test_native_refuses_with_a_reason(name: str) -> None:
 
 
 def test_gradients_that_take_more_shared_memory_than_small_gpus_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.core.problem import Options, make_problem
     from tilewise.engines import triton
-    from tilewise.problem import Options, make_problem
 
     class OnGpu:
         """A problem as it is on a GPU that is not here."""
@@ -240,10 +241,14 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.5, "seed": 1},
     "is_causal": {"is_causal": True},
     "all": {
-        "mask": masks.sliding_window(9), "score": [scores.softcap(1.0), scores.sinks(torch.ones(2))],
-        "scale": 2.0, "dropout_p": 0.2, "seed": 2, "is_causal": True,
+        "mask": masks.sliding_window(9),
+        "score": [scores.softcap(1.0), scores.sinks(torch.ones(2))],
+        "scale": 2.0,
+        "dropout_p": 0.2,
+        "seed": 2,
+        "is_causal": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("backend", [*INTENTS, *NAMES])
@@ -394,7 +399,7 @@ SILENT: dict[str, dict[str, Any]] = {
     "a score and lse": {"score": scores.softcap(3.0), "return_lse": True},
     "a named engine": {"dropout_p": 0.1, "backend": "blocked"},
     "determinism that costs nothing": {"deterministic": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SILENT)

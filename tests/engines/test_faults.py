@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.cases import CASES
+from tests.support.cases import CASES
 from tilewise import masks, scores
 from tilewise.engines.cpp import CppEngine
-from tilewise.engines.triton import interpreted
+from tilewise.engines.gpu.limits import interpreted
 from tilewise.tiles import Geometry
 from tilewise.tiles.runs import from_dense
 

@@ -13,7 +13,7 @@ import torch.nn.attention.flex_attention as theirs
 from torch import Tensor
 
 import tilewise as tw
-from tests.engines.flex_problems import MASKS, SCORES, B, D, H, allowed_by, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
+from tests.support.flex_problems import MASKS, SCORES, B, D, H, allowed_by, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
 from tilewise import flex as ours
 from tilewise import masks
 
@@ -203,7 +203,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shapes": (lambda: ours.BlockMask.from_kv_blocks(torch.ones(1, 1, 3), torch.ones(1, 1, 2, 2)), ValueError, "one dimension more"),
     "rows": (wrong(n=500, block_mask=ours.BlockMask.from_kv_blocks(*chosen_blocks(2, 4, 1), seq_lengths=(500, 500))), ValueError, "2 query blocks"),
     "too many indices": (lambda: causal_blocks(128)[0, 0, 0, 0], ValueError, "batch, head and query block"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), ERRORS.values(), ids=ERRORS)

@@ -8,7 +8,7 @@ import torch.nn.attention.flex_attention as theirs
 from torch import Tensor
 
 import tilewise as tw
-from tests.engines.flex_problems import LISTS, MASKS, SCORES, B, D, H, allowed_by, assert_close, chosen_blocks, dense, gradients, places, tensors
+from tests.support.flex_problems import LISTS, MASKS, SCORES, B, D, H, allowed_by, assert_close, chosen_blocks, dense, gradients, places, tensors
 from tilewise import flex as ours
 from tilewise import masks, scores
 
@@ -35,9 +35,7 @@ def assert_same_attributes(found: ours.BlockMask, expected: theirs.BlockMask) ->
 def test_attributes_are_torchs(name: str, block: Any, separate: bool) -> None:
     mask = MASKS[name](256)
     for batch, heads in ((B, None), (None, H)):
-        torchs, own = (
-            m.create_block_mask(mask, batch, heads, 256, 384, device="cpu", BLOCK_SIZE=block, separate_full_blocks=separate) for m in (theirs, ours)
-        )
+        torchs, own = (m.create_block_mask(mask, batch, heads, 256, 384, device="cpu", BLOCK_SIZE=block, separate_full_blocks=separate) for m in (theirs, ours))
         assert repr(own) == repr(torchs)
         assert_same_attributes(own, torchs)
         for flatten in (True, False):
@@ -174,10 +172,16 @@ def test_an_assigned_mask_mod_decides_inside_the_blocks() -> None:
 # -- slices, other lengths, other devices ------------------------------------------------------------------------------
 
 SLICES = {
-    "batch": 1, "last batch": -1, "batch and head": (0, 1), "batches": slice(0, 2), "heads": (slice(None), slice(1, 3)),
-    "rows": (slice(None), slice(None), slice(1, 3)), "one row": (0, 0, 2), "listed rows": (slice(None), slice(None), torch.tensor([3, 1])),
+    "batch": 1,
+    "last batch": -1,
+    "batch and head": (0, 1),
+    "batches": slice(0, 2),
+    "heads": (slice(None), slice(1, 3)),
+    "rows": (slice(None), slice(None), slice(1, 3)),
+    "one row": (0, 0, 2),
+    "listed rows": (slice(None), slice(None), torch.tensor([3, 1])),
     "all": (0, slice(0, 2), torch.tensor([1], dtype=torch.int32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ["causal", "padding", "heads apart", "noop"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 from torch import Tensor
 
-from tests.engines.flex_problems import LISTS, MASKS, B, D, H, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
+from tests.support.flex_problems import LISTS, MASKS, B, D, H, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
 from tilewise import flex as ours
 
 pytestmark = pytest.mark.usefixtures("torchs_flex_runs_eagerly", "seeded", "one_thread")

@@ -42,12 +42,29 @@ def test_every_number_of_dimensions(dims: int, options: dict[str, Any]) -> None:
 
 
 MASK_SHAPES = [
-    (2, (9, 13)), (2, (1, 13)), (2, (9, 1)),
-    (3, (9, 13)), (3, (3, 9, 13)), (3, (1, 9, 13)), (3, (3, 1, 13)),
-    (4, (9, 13)), (4, (3, 9, 13)), (4, (2, 3, 9, 13)), (4, (2, 1, 9, 13)), (4, (1, 3, 9, 13)), (4, (2, 1, 1, 13)), (4, (1, 1, 1, 1)),
-    (5, (9, 13)), (5, (3, 9, 13)), (5, (2, 3, 9, 13)), (5, (2, 1, 9, 13)), (5, (1, 1, 9, 13)), (5, (2, 2, 3, 9, 13)),
-    (5, (2, 1, 3, 9, 13)), (5, (1, 2, 1, 1, 13)),
-]  # fmt: skip
+    (2, (9, 13)),
+    (2, (1, 13)),
+    (2, (9, 1)),
+    (3, (9, 13)),
+    (3, (3, 9, 13)),
+    (3, (1, 9, 13)),
+    (3, (3, 1, 13)),
+    (4, (9, 13)),
+    (4, (3, 9, 13)),
+    (4, (2, 3, 9, 13)),
+    (4, (2, 1, 9, 13)),
+    (4, (1, 3, 9, 13)),
+    (4, (2, 1, 1, 13)),
+    (4, (1, 1, 1, 1)),
+    (5, (9, 13)),
+    (5, (3, 9, 13)),
+    (5, (2, 3, 9, 13)),
+    (5, (2, 1, 9, 13)),
+    (5, (1, 1, 9, 13)),
+    (5, (2, 2, 3, 9, 13)),
+    (5, (2, 1, 3, 9, 13)),
+    (5, (1, 2, 1, 1, 13)),
+]
 
 
 @pytest.mark.parametrize(("dims", "shape"), MASK_SHAPES, ids=str)
@@ -145,12 +162,7 @@ def test_bad_dimensions() -> None:
 
 def test_sdpa_kernel_is_a_scope() -> None:
     q, k, v = (t.detach() for t in tensors((2, 3)))
-    asked = {
-        SDPBackend.MATH: "math",
-        SDPBackend.FLASH_ATTENTION: "flash",
-        SDPBackend.EFFICIENT_ATTENTION: "native",
-        SDPBackend.CUDNN_ATTENTION: "native",
-    }
+    asked = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "native", SDPBackend.CUDNN_ATTENTION: "native"}
     for backend, name in asked.items():
         with sdpa_kernel(backend):
             assert tw.explain(q, k, v).backend == name

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tilewise import masks
-from tilewise.dispatch import Request, reason_against
+from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines import engine_named
-from tilewise.engines.gluon import GluonEngine, describable, refuse_problem
-from tilewise.engines.gluon.config import backward_cut, backward_tile, forward_cut, forward_tile
-from tilewise.problem import Options, Problem, make_problem
+from tilewise.engines.gluon import GluonEngine, refuse_problem, tma_can_load
+from tilewise.engines.gluon.config import backward_config, forward_config
+from tilewise.frontend.dispatch import Request, reason_against
 
 
 def problem(shape: tuple[int, ...] = (2, 4, 512, 64), v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, mask: object = None) -> Problem:
@@ -33,31 +33,31 @@ def test_refusals_name_what_was_given(asked: dict[str, object], reason: str) -> 
 
 def test_what_the_copy_engine_can_describe() -> None:
     whole = torch.empty(2, 4, 64, 64, dtype=torch.bfloat16)
-    assert describable(whole) and describable(whole.transpose(1, 2)) and describable(whole[..., 8:40]) and describable(whole[:, :, ::2])
-    assert not describable(whole[..., 1:33])  # begins inside 16 bytes
-    assert not describable(whole.transpose(2, 3))  # rows are not consecutive
-    assert not describable(whole[:, :, :1].expand(2, 4, 64, 64))  # one row for all
-    assert not describable(torch.empty(2, 4, 64, 60, dtype=torch.bfloat16)[..., :56])  # rows of 120 bytes
+    assert tma_can_load(whole) and tma_can_load(whole.transpose(1, 2)) and tma_can_load(whole[..., 8:40]) and tma_can_load(whole[:, :, ::2])
+    assert not tma_can_load(whole[..., 1:33])  # begins inside 16 bytes
+    assert not tma_can_load(whole.transpose(2, 3))  # rows are not consecutive
+    assert not tma_can_load(whole[:, :, :1].expand(2, 4, 64, 64))  # one row for all
+    assert not tma_can_load(torch.empty(2, 4, 64, 60, dtype=torch.bfloat16)[..., :56])  # rows of 120 bytes
 
 
 def test_what_torch_compile_does_not_know_does_not_stop_it() -> None:
-    taken = torch.compile(lambda t: t + 1 if describable(t) else t, fullgraph=True, backend="eager")
+    taken = torch.compile(lambda t: t + 1 if tma_can_load(t) else t, fullgraph=True, backend="eager")
     assert taken(torch.zeros(1, 2, 4, 64)).sum() == 512
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (96, 96), (128, 64), (192, 128), (256, 256), (64, 256)])
 def test_cuts_fit_shared_memory_and_hold_the_head_dims(dims: tuple[int, int]) -> None:
     p = problem((1, 2, 512, dims[0]), dims[1])
-    cut = forward_cut(p)
-    rows, keys = forward_tile(cut)
+    cut = forward_config(p)
+    rows, keys = cut.tile
     assert cut.d >= dims[0] and cut.dv >= dims[1]
     queries_bytes = 2 * rows * (cut.d + (cut.dv if cut.own_o_buffer else 0))
     assert queries_bytes + 2 * keys * (cut.k_stages * cut.d + cut.v_stages * cut.dv) <= 227 * 1024 - 1024
-    back = backward_cut(p)
-    queries, keys = backward_tile(back)
+    back = backward_config(p)
+    queries, keys = back.tile
     assert back.d >= max(dims)
-    weights = (4 if back.wide else 2) * 2 * queries * keys  # dS, or P and dS, twice
-    staged = 0 if back.wide else 2 * 4 * 64 * 64  # dQ
+    weights = (4 if back.is_wide else 2) * 2 * queries * keys  # dS, or P and dS, twice
+    staged = 0 if back.is_wide else 2 * 4 * 64 * 64  # dQ
     assert 4 * back.d * (back.stages * queries + keys) + weights + staged <= 227 * 1024 - 1024
 
 
@@ -74,12 +74,7 @@ def test_small_problems_go_elsewhere_unless_it_is_asked_for_by_name(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"shape": (1, 2, 512, 256)}, None),
-        ({"shape": (1, 2, 512, 64), "v_dim": 192}, None),
-        ({"shape": (1, 2, 512, 128)}, None),
-    ],
+    ("asked", "reason"), [({"shape": (1, 2, 512, 256)}, None), ({"shape": (1, 2, 512, 64), "v_dim": 192}, None), ({"shape": (1, 2, 512, 128)}, None)]
 )
 def test_explain_tells_whose_the_backward_is(asked: dict[str, object], reason: str | None) -> None:
     said = engine_named("gluon").says(problem(**asked))
@@ -102,6 +97,6 @@ def test_a_deterministic_backward_is_the_triton_engines() -> None:
     ],
 )
 def test_large_backwards_go_in_parts(shape: tuple[int, ...], mask: object, wanted: tuple[int, int]) -> None:
-    from tilewise.engines.triton.parts import partition
+    from tilewise.engines.gpu.bwd_chunks import chunking
 
-    assert partition(problem(shape, mask=mask), 128) == wanted
+    assert chunking(problem(shape, mask=mask), 128) == wanted

@@ -120,9 +120,15 @@ def deterministic_gradients() -> list[Tensor]:
     table = torch.randn(2, 11, generator=torch.Generator().manual_seed(3)).requires_grad_()
     where = torch.randint(0, 11, (200,), generator=torch.Generator().manual_seed(4))
     out, lse = tw.attention(
-        q, k, v, mask=masks.sliding_window(150), score=lambda s, b, h, i, j: s + table[h, where[i]] * table[h, where[j]],
-        deterministic=True, return_lse=True, backend="blocked",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask=masks.sliding_window(150),
+        score=lambda s, b, h, i, j: s + table[h, where[i]] * table[h, where[j]],
+        deterministic=True,
+        return_lse=True,
+        backend="blocked",
+    )
     return [out.detach(), lse.detach(), *torch.autograd.grad((out.square().sum() + lse.sum()), (q, k, v, table))]
 
 
@@ -138,7 +144,7 @@ def test_deterministic_is_bitwise_over_30_runs() -> None:
 
 
 def test_deterministic_follows_torchs_switch() -> None:
-    from tilewise.problem import Options, make_problem
+    from tilewise.core.problem import Options, make_problem
 
     q = torch.randn(1, 1, 3, 4)
     assert not make_problem(q, q, q, None, None, Options())[0].deterministic

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.cases import CASES, LAYOUTS, STRIDES, Case, make, shape_in
-from tests.error_rule import check
+from tests.support.cases import CASES, LAYOUTS, STRIDES, Case, make, shape_in
+from tests.support.error_rule import check
 from tilewise import masks, scores
 
 ENGINES = ("reference", "blocked", "cpp")

@@ -13,21 +13,29 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.tiles.brute import check_map
-from tilewise import calls, masks, order, scores
+from tests.support.brute import check_map
+from tilewise import masks, scores
+from tilewise.core.map_cache import maps
+from tilewise.core.problem import Options, make_problem
 from tilewise.engines import engine_named
 from tilewise.engines.base import Engine
-from tilewise.lang import Call, evaluate, in_patches, trace_score
+from tilewise.frontend import call_cache, token_order
+from tilewise.frontend.token_order import STRIPS, TokenPermutation, tiles_touched
+from tilewise.lang import BoundProgram, evaluate, in_patches, trace_score
 from tilewise.masks import Grid, Mask
-from tilewise.order import STRIPS, Order, tiles_touched
-from tilewise.plan import maps
-from tilewise.problem import Options, make_problem
 from tilewise.tiles import Geometry, from_call
 
 ORDERS = [
-    ((16, 12), (8,)), ((13, 7), (4,)), ((5, 9), (8,)), ((6, 4, 3), (2, 2)), ((6, 4, 3), (4, 2)), ((6, 5, 7), (2, 3)), ((6, 5, 7), (4, 2)),
-    ((5, 4, 3), (1, 2)), ((5, 4, 3), (8, 8)),
-]  # fmt: skip
+    ((16, 12), (8,)),
+    ((13, 7), (4,)),
+    ((5, 9), (8,)),
+    ((6, 4, 3), (2, 2)),
+    ((6, 4, 3), (4, 2)),
+    ((6, 5, 7), (2, 3)),
+    ((6, 5, 7), (4, 2)),
+    ((5, 4, 3), (1, 2)),
+    ((5, 4, 3), (8, 8)),
+]
 
 
 def listed(shape: tuple[int, ...], strips: tuple[int, ...]) -> Tensor:
@@ -44,11 +52,11 @@ def listed(shape: tuple[int, ...], strips: tuple[int, ...]) -> Tensor:
     return torch.tensor(found)
 
 
-def rewritten(call: Call, shape: tuple[int, ...], strips: tuple[int, ...]) -> Call:
-    return Order(shape, strips).rewritten(call)
+def rewritten(call: BoundProgram, shape: tuple[int, ...], strips: tuple[int, ...]) -> BoundProgram:
+    return TokenPermutation(shape, strips).rewritten(call)
 
 
-def dense(call: Call, length: int) -> Tensor:
+def dense(call: BoundProgram, length: int) -> Tensor:
     at = torch.arange(length)
     return torch.as_tensor(evaluate(call, {"q": at[:, None], "kv": at[None]})).expand(length, length)
 
@@ -82,18 +90,18 @@ def test_maps_of_patches_are_exact(shape: tuple[int, ...], strips: tuple[int, ..
 
 @pytest.mark.parametrize(("shape", "strips"), ORDERS, ids=str)
 def test_tensors_in_patches(shape: tuple[int, ...], strips: tuple[int, ...]) -> None:
-    places, count, o = listed(shape, strips), prod(shape), Order(shape, strips)
+    places, count, o = listed(shape, strips), prod(shape), TokenPermutation(shape, strips)
     for tensor in (torch.randn(2, 3, count, 4), torch.randn(2, count, 3, 4).transpose(1, 2), torch.randn(4, count, 2, 3).permute(2, 3, 1, 0)):
         there = o.arranged(tensor, 2)
-        back = o.put_back(there, 2)
+        back = o.unpermute(there, 2)
         assert torch.equal(there, tensor[:, :, places])
         assert torch.equal(back, tensor)
         assert there.stride() == back.stride() == tensor.stride()
     lse = torch.randn(2, 3, count)
-    assert torch.equal(o.put_back(lse[:, :, places], 2), lse)
+    assert torch.equal(o.unpermute(lse[:, :, places], 2), lse)
 
 
-def divisions(call: Call) -> int:
+def divisions(call: BoundProgram) -> int:
     return sum(i.op in ("mod", "floordiv") for i in call.program.instructions)
 
 
@@ -150,7 +158,7 @@ def test_the_case_it_is_for() -> None:
     """128 x 128 tokens, windows of 13 x 13: a tile of half a row touches 26 others, a patch at most 9."""
     grid = Grid((128, 128), (13, 13))
     assert tiles_touched(grid, (1,), (64, 64)) == 26 * 256
-    strips, said = order.best(grid.shape, grid.window, (64, 64), Engine.copies_worth)
+    strips, said = token_order.best(grid.shape, grid.window, (64, 64), Engine.min_keys_spared)
     assert strips == (8,)
     assert "in patches of 8x8, 6656 row by row" in said
 
@@ -161,7 +169,7 @@ def test_the_case_it_is_for() -> None:
 def why(mask: Any, length: int = 128 * 128, engine: str = "cpp", **options: Any) -> str:
     """The order of a call, or why there is none."""
     q = torch.empty((1, 1, length, 8))
-    found = order.ordering(engine_named(engine), make_problem(q, q, q, mask, None, Options(**options))[0])
+    found = token_order.ordering(engine_named(engine), make_problem(q, q, q, mask, None, Options(**options))[0])
     return str(found.order.strips) if found.order is not None else found.reason
 
 
@@ -215,20 +223,20 @@ def test_explain() -> None:
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Order]]:
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TokenPermutation]]:
     """Small grids are put in patches too, whatever it costs; the orders taken are listed."""
-    taken: list[Order] = []
-    original = Order.rewritten
+    taken: list[TokenPermutation] = []
+    original = TokenPermutation.rewritten
 
-    def noted(self: Order, call: Call) -> Call:
+    def noted(self: TokenPermutation, call: BoundProgram) -> BoundProgram:
         taken.append(self)
         return original(self, call)
 
     monkeypatch.setattr(Engine, "copies_worth", -(10**9))
-    monkeypatch.setattr(Order, "rewritten", noted)
-    calls.forget()
+    monkeypatch.setattr(TokenPermutation, "rewritten", noted)
+    call_cache.forget()
     yield taken
-    calls.forget()
+    call_cache.forget()
 
 
 def tensors(length: int, heads: int = 2, kv_heads: int = 2, dtype: torch.dtype = torch.float64, batch: int = 1, v_dim: int = 8) -> list[Tensor]:
@@ -249,14 +257,24 @@ def check(inputs: list[Tensor], mask: Mask, engine: str, learned: tuple[Tensor, 
 
 
 GRIDS: list[tuple[tuple[int, ...], Any]] = [
-    ((16, 24), 5), ((40, 24), (7, 3)), ((13, 29), 5), ((5, 60), (5, 9)), ((60, 5), (9, 5)), ((1, 200), (1, 7)), ((200, 1), (7, 1)),
-    ((8, 8, 8), 3), ((5, 7, 9), (3, 5, 3)), ((10, 9, 4), 4), ((1, 17, 19), (1, 5, 5)), ((2, 2, 64), (1, 2, 5)),
-]  # fmt: skip
+    ((16, 24), 5),
+    ((40, 24), (7, 3)),
+    ((13, 29), 5),
+    ((5, 60), (5, 9)),
+    ((60, 5), (9, 5)),
+    ((1, 200), (1, 7)),
+    ((200, 1), (7, 1)),
+    ((8, 8, 8), 3),
+    ((5, 7, 9), (3, 5, 3)),
+    ((10, 9, 4), 4),
+    ((1, 17, 19), (1, 5, 5)),
+    ((2, 2, 64), (1, 2, 5)),
+]
 
 
 @pytest.mark.parametrize("engine", ["blocked", "cpp"])
 @pytest.mark.parametrize(("shape", "window"), GRIDS, ids=str)
-def test_equals_the_reference(shape: tuple[int, ...], window: Any, engine: str, always: list[Order]) -> None:
+def test_equals_the_reference(shape: tuple[int, ...], window: Any, engine: str, always: list[TokenPermutation]) -> None:
     check(tensors(prod(shape)), masks.neighborhood(shape, window), engine)
     assert {o.shape for o in always} == {shape}
 
@@ -274,7 +292,7 @@ COMBINED: dict[str, Callable[[Mask, Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("engine", ["blocked", "cpp"])
 @pytest.mark.parametrize("name", COMBINED)
-def test_combined(name: str, engine: str, always: list[Order]) -> None:
+def test_combined(name: str, engine: str, always: list[TokenPermutation]) -> None:
     ids = torch.arange(16 * 24) // 50
     check(tensors(16 * 24, v_dim=5), engine=engine, **COMBINED[name](masks.neighborhood((16, 24), 7), ids))
     assert always
@@ -282,7 +300,7 @@ def test_combined(name: str, engine: str, always: list[Order]) -> None:
 
 @pytest.mark.parametrize("engine", ["blocked", "cpp"])
 @pytest.mark.parametrize("shape", [(16, 24), (13, 29)], ids=str)
-def test_learned_scores_sinks_and_shared_heads(shape: tuple[int, ...], engine: str, always: list[Order]) -> None:
+def test_learned_scores_sinks_and_shared_heads(shape: tuple[int, ...], engine: str, always: list[TokenPermutation]) -> None:
     table, logits = torch.randn((4, prod(shape)), dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64, requires_grad=True)
     learned = [lambda s, b, h, q, kv: s + table[h, q] * table[h, kv], scores.sinks(logits)]
     check(tensors(prod(shape), 4, 2, batch=2), masks.neighborhood(shape, 5), engine, (table, logits), score=learned, enable_gqa=True)
@@ -290,7 +308,7 @@ def test_learned_scores_sinks_and_shared_heads(shape: tuple[int, ...], engine: s
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-def test_layouts(layout: str, always: list[Order]) -> None:
+def test_layouts(layout: str, always: list[TokenPermutation]) -> None:
     sizes = {"b": 2, "h": 3, "s": 16 * 24, "d": 8}
     inputs = [torch.randn([sizes[axis] for axis in layout], dtype=torch.float64, requires_grad=True) for _ in range(3)]
     check(inputs, masks.neighborhood((16, 24), 7), "cpp", layout=layout)
@@ -299,7 +317,7 @@ def test_layouts(layout: str, always: list[Order]) -> None:
     assert always
 
 
-def test_keys_of_one_batch_element_for_all(always: list[Order]) -> None:
+def test_keys_of_one_batch_element_for_all(always: list[TokenPermutation]) -> None:
     query, key, value = tensors(16 * 24, batch=3)
     inputs = [query, key.detach()[:1].requires_grad_(), value.detach()[:1].requires_grad_()]
     check(inputs, masks.neighborhood((16, 24), 7), "cpp")
@@ -307,19 +325,19 @@ def test_keys_of_one_batch_element_for_all(always: list[Order]) -> None:
     assert always
 
 
-def test_keys_of_one_head_for_all(always: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_one_head_for_all(always: list[TokenPermutation], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied once, unless a gradient is asked for of what each head has."""
     query, key, value = tensors(16 * 24, batch=2, kv_heads=1)
     shared = [query, key.expand(2, 2, -1, -1), value.expand(2, 2, -1, -1)]
     check(shared, masks.neighborhood((16, 24), 7), "cpp")
     copied: list[torch.Size] = []
-    arranged = Order.arranged
+    arranged = TokenPermutation.arranged
 
-    def noted(self: Order, tensor: Tensor, dim: int) -> Tensor:
+    def noted(self: TokenPermutation, tensor: Tensor, dim: int) -> Tensor:
         copied.append(tensor.shape)
         return arranged(self, tensor, dim)
 
-    monkeypatch.setattr(Order, "arranged", noted)
+    monkeypatch.setattr(TokenPermutation, "arranged", noted)
     with torch.no_grad():
         found, wanted = (tw.attention(*shared, mask=masks.neighborhood((16, 24), 7), backend=engine) for engine in ("cpp", "reference"))
     torch.testing.assert_close(found, wanted)
@@ -327,7 +345,7 @@ def test_keys_of_one_head_for_all(always: list[Order], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype, always: list[Order]) -> None:
+def test_dtypes(dtype: torch.dtype, always: list[TokenPermutation]) -> None:
     """The order changes no more than the order of sums does."""
     inputs, mask = [t.detach() for t in tensors(40 * 24, dtype=dtype)], masks.neighborhood((40, 24), 7)
     found = tw.attention(*inputs, mask=mask, backend="cpp")
@@ -336,7 +354,7 @@ def test_dtypes(dtype: torch.dtype, always: list[Order]) -> None:
     torch.testing.assert_close(found, tw.attention(*inputs, mask=mask, backend="reference"), rtol=0.02, atol=0.01 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_autocast(always: list[Order]) -> None:
+def test_autocast(always: list[TokenPermutation]) -> None:
     inputs, mask = [t.detach() for t in tensors(16 * 24, dtype=torch.float32)], masks.neighborhood((16, 24), 7)
     with torch.autocast("cpu", torch.bfloat16):
         found = tw.attention(*inputs, mask=mask, backend="cpp")
@@ -346,7 +364,7 @@ def test_autocast(always: list[Order]) -> None:
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
 
 
-def test_flex(always: list[Order]) -> None:
+def test_flex(always: list[TokenPermutation]) -> None:
     inputs, mask = tensors(16 * 24), masks.neighborhood((16, 24), 7)
     wanted = tw.flex.AuxRequest(lse=True, max_scores=True)
     with tw.attention_backend("cpp"):
@@ -360,7 +378,7 @@ def test_flex(always: list[Order]) -> None:
 # -- again and again -------------------------------------------------------------------------------------------------
 
 
-def test_a_second_call_makes_nothing_anew(always: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_makes_nothing_anew(always: list[TokenPermutation], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     namespace = tw.attention.__globals__
     original = namespace["make_problem"]
@@ -394,7 +412,7 @@ def test_kernels_built_ahead_are_those_of_patches(tmp_path: Path, monkeypatch: p
     assert Counts.built == before
 
 
-def test_a_captured_tensor_changed_in_place_counts(always: list[Order]) -> None:
+def test_a_captured_tensor_changed_in_place_counts(always: list[TokenPermutation]) -> None:
     ids = torch.arange(16 * 24) // 50
     mask, inputs = masks.neighborhood((16, 24), 7) & masks.document(ids), [t.detach() for t in tensors(16 * 24)]
     for lengths in (50, 30):
@@ -403,7 +421,7 @@ def test_a_captured_tensor_changed_in_place_counts(always: list[Order]) -> None:
     assert always
 
 
-def test_nothing_is_kept_alive(always: list[Order]) -> None:
+def test_nothing_is_kept_alive(always: list[TokenPermutation]) -> None:
     def call() -> list[weakref.ref[Tensor]]:
         ids, table = torch.arange(16 * 24) // 50, torch.randn(16 * 24)
         inputs = [t.detach() for t in tensors(16 * 24, dtype=torch.float32)]
@@ -417,7 +435,7 @@ def test_nothing_is_kept_alive(always: list[Order]) -> None:
     assert [ref() for ref in held] == [None] * 5
 
 
-def test_one_function_on_two_grids(always: list[Order]) -> None:
+def test_one_function_on_two_grids(always: list[TokenPermutation]) -> None:
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q - kv).abs() <= 30
 

@@ -5,12 +5,13 @@ from math import prod
 import pytest
 import torch
 
-from tilewise import masks, order
+from tilewise import masks
+from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines.gluon import GluonEngine
-from tilewise.engines.gluon.patches import HEIGHT, as_boxes, box, in_strips, width
+from tilewise.engines.gluon.patches import HEIGHT, grid_width, in_strips, tma_box, tma_view
+from tilewise.frontend import token_order
+from tilewise.frontend.token_order import TokenPermutation, ordering
 from tilewise.lang import evaluate
-from tilewise.order import Order, ordering
-from tilewise.problem import Options, Problem, make_problem
 
 SHAPES = [(8, 16), (16, 32), (24, 48), (128, 128)]
 
@@ -23,11 +24,11 @@ def problem(shape: tuple[int, ...], window: int = 13, length: int | None = None,
 @pytest.mark.parametrize("tokens", [64, 128])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_box_holds_consecutive_tokens_of_a_strip(shape: tuple[int, int], tokens: int) -> None:
-    """What `place` in pieces.py computes, on a tensor of the tokens' own numbers."""
+    """What `tma_coords` in kernels/primitives.py computes, on a tensor of the tokens' own numbers."""
     wide = shape[1]
     numbers = torch.arange(prod(shape)).view(1, 1, -1, 1)
-    wanted = Order(shape, (HEIGHT,)).arranged(numbers, 2).flatten()
-    seen, sizes = as_boxes(numbers, wide), box(tokens, 1, wide)
+    wanted = TokenPermutation(shape, (HEIGHT,)).permute(numbers, 2).flatten()
+    seen, sizes = tma_view(numbers, wide), tma_box(tokens, 1, wide)
     for row in range(0, prod(shape), tokens):
         strip = row // (HEIGHT * wide)
         column, line = (row - strip * HEIGHT * wide) // HEIGHT, strip * HEIGHT
@@ -38,7 +39,7 @@ def test_a_box_holds_consecutive_tokens_of_a_strip(shape: tuple[int, int], token
 
 def test_the_mask_is_that_of_the_tokens_in_strips() -> None:
     p = problem((128, 128))
-    tokens = Order((128, 128), (HEIGHT,)).arranged(torch.arange(128 * 128).view(1, 1, -1, 1), 2).flatten()
+    tokens = TokenPermutation((128, 128), (HEIGHT,)).permute(torch.arange(128 * 128).view(1, 1, -1, 1), 2).flatten()
     strips = in_strips(p)
     assert p.mask is not None and strips.mask is not None and strips is not p
     q, kv = torch.randint(128 * 128, (2, 4000), generator=torch.Generator().manual_seed(1))
@@ -50,10 +51,10 @@ def test_the_mask_is_that_of_the_tokens_in_strips() -> None:
 def test_tensors_stay_where_they_are() -> None:
     p = problem((128, 128))
     strips = in_strips(p)
-    assert strips.query is p.query and width(strips) == width(p) == 128
+    assert strips.query is p.query and grid_width(p) == 128
     assert in_strips(strips) is strips
     said = ordering(GluonEngine(), p)
-    assert not said.copied and said.order == Order((128, 128), (8,))
+    assert not said.copied and said.permutation == TokenPermutation((128, 128), (8,))
 
 
 def test_what_others_compute_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_what_others_compute_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem((128, 128), 21)
     p.query.requires_grad_()
     assert not ordering(GluonEngine(), p).copied
-    monkeypatch.setattr(order, "is_plain", lambda problem: False)
+    monkeypatch.setattr(token_order, "is_plain", lambda problem: False)
     assert ordering(GluonEngine(), p).copied
 
 
@@ -82,4 +83,4 @@ def test_what_others_compute_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_otherwise_tokens_are_read_as_they_come(p: object) -> None:
     found = p()
-    assert width(found) is None and in_strips(found) is found
+    assert grid_width(found) is None and in_strips(found) is found

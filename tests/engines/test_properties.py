@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import Case, Draw, Masking, by_function
-from tests.error_rule import by_engine, by_reference, check, make
-from tests.grammar import MASKS, SCORES
-from tests.structures import SMALL, by_the_rule, check_problems, drawn_problems, drawn_structure
+from tests.support.cases import Case, Draw, Masking, by_function
+from tests.support.error_rule import by_engine, by_reference, check, make
+from tests.support.grammar import MASKS, SCORES
+from tests.support.structures import SMALL, by_the_rule, check_problems, drawn_problems, drawn_structure
 
 # -- problems --------------------------------------------------------------------------------------------------------
 
@@ -44,12 +44,10 @@ def problems(draw: st.DrawFn, many: bool = False) -> Case:
         grad_strides=draw(st.sampled_from(STRIDES)),
         mask=masking if mask else None,
         score=(lambda source: [s.build(source) for s in steps]) if steps else None,
-        options=draw(st.fixed_dictionaries({}, optional={
-            "scale": st.sampled_from([0.0, 0.1, -0.5]),
-            "is_causal": st.booleans(),
-        })) | draw(st.sampled_from([{}] if many else [{}, {"dropout_p": 0.4, "seed": 9}])),
+        options=draw(st.fixed_dictionaries({}, optional={"scale": st.sampled_from([0.0, 0.1, -0.5]), "is_causal": st.booleans()}))
+        | draw(st.sampled_from([{}] if many else [{}, {"dropout_p": 0.4, "seed": 9}])),
         through=draw(st.sampled_from([("out",), ("lse",), ("out", "lse")])),
-    )  # fmt: skip
+    )
     return case
 
 

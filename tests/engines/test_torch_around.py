@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise import masks, scores
+from tilewise.core.problem import Options, make_problem
 from tilewise.engines import ENGINES, arguments
 from tilewise.engines.blocked import BlockedEngine
 from tilewise.engines.cpp import CppEngine
 from tilewise.engines.reference import ReferenceEngine
-from tilewise.problem import Options, make_problem
 
 LENGTH = 40
 DOCUMENTS = torch.arange(LENGTH) // 10
@@ -417,6 +417,6 @@ def test_every_way_to_allow_tf32_is_understood(line: str) -> None:
     if "fp32_precision" in line and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("torch has had fp32_precision since 2.9")
     program = f"import torch, tilewise\n{line}\nq = torch.ones(1, 1, 4, 8)\ntilewise.attention(q, q, q, mask=tilewise.masks.causal)\n"
-    program += "from tilewise.engines.triton.config import precision\nprint(precision(torch.float32) == 'tf32')"
+    program += "from tilewise.engines.gpu.config import dot_precision\nprint(dot_precision(torch.float32) == 'tf32')"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert ran.stdout.strip() == str(SWITCHES[line]), ran.stderr

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.cases import Case
-from tests.error_rule import check
-from tests.upstream_cases import UPSTREAM_CASES
+from tests.support.cases import Case
+from tests.support.error_rule import check
+from tests.support.upstream_cases import UPSTREAM_CASES
 
 
 @pytest.mark.parametrize("case", UPSTREAM_CASES, ids=str)

@@ -19,10 +19,22 @@ MISSING = (
 )
 # Tails, strides, maps, loads from captures, gradients that are added up, decoding, rows with nothing: each in one 16-bit dtype and in float32.
 CASES = (
-    "length 257", "strides: sliced", "strides: reversed", "documents across", "dense q kv", "bare tiles as large as the engine's", "relative bias",
-    "negative indices", "several loads of one tensor", "learned, gqa, window, sinks", "dropout, causal, lse", "one query", "no keys",
-    "rows with nothing", "head dim 257",
-)  # fmt: skip
+    "length 257",
+    "strides: sliced",
+    "strides: reversed",
+    "documents across",
+    "dense q kv",
+    "bare tiles as large as the engine's",
+    "relative bias",
+    "negative indices",
+    "several loads of one tensor",
+    "learned, gqa, window, sinks",
+    "dropout, causal, lse",
+    "one query",
+    "no keys",
+    "rows with nothing",
+    "head dim 257",
+)
 DTYPES = ("bfloat16", "float32")
 ROOT = Path(__file__).resolve().parents[2]
 

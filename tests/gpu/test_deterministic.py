@@ -21,9 +21,15 @@ def test_gradients_of_captures_are_bitwise_the_same_over_30_runs(engine: str, dt
 
     def step(deterministic: bool) -> tuple[torch.Tensor, ...]:
         out = tw.attention(
-            query, key, value, mask=masks.causal, score=lambda s, b, h, q, kv: s * (1 + 0.1 * gain[h]) + one * (q % 7) + table[h, q - kv + LENGTH - 1],
-            enable_gqa=True, deterministic=deterministic, backend=engine,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            mask=masks.causal,
+            score=lambda s, b, h, q, kv: s * (1 + 0.1 * gain[h]) + one * (q % 7) + table[h, q - kv + LENGTH - 1],
+            enable_gqa=True,
+            deterministic=deterministic,
+            backend=engine,
+        )
         return torch.autograd.grad(out.float().square().sum(), (query, key, value, table, gain, one))
 
     first = step(deterministic=True)

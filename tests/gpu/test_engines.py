@@ -1,15 +1,15 @@
 """Every engine on a real GPU, over the same cases, held to the same error rule:
 
-    python -m pytest tests/gpu
+python -m pytest tests/gpu
 """
 
 import pytest
 import torch
 
 import tilewise as tw
-from tests.cases import CASES, Case
-from tests.error_rule import check
-from tests.triton_misses import FLOAT32_MISSES, refused
+from tests.support.cases import CASES, Case
+from tests.support.error_rule import check
+from tests.support.triton_misses import FLOAT32_MISSES, refused
 
 TYPED = [pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}") for case in CASES for dtype in case.dtypes if dtype != torch.float64]
 

@@ -9,7 +9,8 @@ import torch
 
 import tilewise as tw
 from tilewise import masks, scores
-from tilewise.engines.triton.launch import Counts
+from tilewise.engines.gpu import bwd_chunks
+from tilewise.engines.gpu.launch import Counts
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 fused = pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU"))])
@@ -73,8 +74,13 @@ def test_offsets_past_two_to_the_31(engine: str) -> None:
     assert storage.numel() > 2**31
     tail = storage.transpose(1, 2)[:, -1:, -256:]
     out = tw.attention(tail, tail, tail, mask=masks.causal, backend=engine)
-    whole = tw.attention(storage.transpose(1, 2)[:, -1:], storage.transpose(1, 2)[:, -1:], storage.transpose(1, 2)[:, -1:], mask=masks.document(
-        (torch.arange(length, device="cuda") >= length - 256).long()) & masks.causal & masks.sliding_window(300), backend=engine)  # fmt: skip
+    whole = tw.attention(
+        storage.transpose(1, 2)[:, -1:],
+        storage.transpose(1, 2)[:, -1:],
+        storage.transpose(1, 2)[:, -1:],
+        mask=masks.document((torch.arange(length, device="cuda") >= length - 256).long()) & masks.causal & masks.sliding_window(300),
+        backend=engine,
+    )
     torch.testing.assert_close(whole[:, :, -256:], out, rtol=2e-2, atol=2e-2)
 
 
@@ -276,7 +282,6 @@ def test_hopper_kernels_can_be_captured_and_replayed() -> None:
 @pytest.mark.parametrize(("batch", "kv_heads", "count"), [(4, 2, 4), (1, 6, 3), (6, 1, 3)])
 def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.engines.gluon import run
-    from tilewise.engines.triton import parts as sizes
 
     query, key, value = tensors(batch, 2 * kv_heads, 300, 64, kv_heads)
 
@@ -285,10 +290,10 @@ def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: 
         return list(torch.autograd.grad((out * out).sum() + lse.sum(), (query, key, value)))
 
     wanted = gradients()
-    monkeypatch.setattr(sizes, "LARGEST_SUMS", batch * 2 * kv_heads * 384 * 64 * 4 // count)
+    monkeypatch.setattr(bwd_chunks, "MAX_SUMS_BYTES", batch * 2 * kv_heads * 384 * 64 * 4 // count)
     parts: list[Any] = []
-    one = run._backward
-    monkeypatch.setattr(run, "_backward", lambda p, *rest: (parts.append(p), one(p, *rest)))
+    one = run.run_backward
+    monkeypatch.setattr(run, "run_backward", lambda p, *rest: (parts.append(p), one(p, *rest)))
     for a, b in zip(gradients(), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     assert len(parts) == count
@@ -297,35 +302,36 @@ def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: 
 @pytest.mark.parametrize("dim", [16, 48, 64, 128])
 def test_finite_sums_of_dq_are_brought_as_they_are(dim: int) -> None:
     """Inputs are NaN, so that rows done again, carefully, would be NaN too."""
-    from tilewise.engines.triton import run
-    from tilewise.engines.triton.config import padded
-    from tilewise.engines.triton.launch import prepare
-    from tilewise.engines.triton.parts import padded_rows, sums_rows
-    from tilewise.problem import Options, make_problem
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
+    from tilewise.engines.gpu.config import padded_dim
+    from tilewise.engines.gpu.launch import flat, prepare
+    from tilewise.engines.triton import launches
+    from tilewise.engines.triton.config import table_config
 
     nothing = torch.full((2, 3, 200, dim), torch.nan, dtype=torch.bfloat16, device="cuda")
     problem = make_problem(nothing, nothing, nothing, None, None, Options(scale=0.5))[0]
-    rows, width = padded_rows(problem), padded(dim)
+    rows, width = padded_rows(problem), padded_dim(dim)
     sums = torch.randn((sums_rows(problem), width), device="cuda")
     dq = torch.empty_like(nothing)
     floats = torch.full((2, 3, 200), torch.nan, device="cuda")
-    given = {"p_q": nothing, "p_k": nothing, "p_v": nothing, "p_do": nothing, "p_lse": floats, "p_delta": floats, "p_dq": dq, "p_seed": None}
-    own = run.bring_own(given, sums)
-    prepare(run.bring_launch(problem, own), dq.device).start(own)
+    tensors = launches.dq_postprocess_tensors(problem, nothing, floats, floats, dq, sums, None)
+    launch = launches.dq_postprocess_launch(problem, tensors, table_config("dkdv_atomic_dq", problem))
+    prepare(launch, dq.device).launch(flat(tensors))
     in_rows = sums.view(2, 3, rows // 8, width // 8, 2, 8, 4).permute(0, 1, 2, 6, 4, 3, 5).reshape(2, 3, rows, width)
     assert torch.equal(dq, (in_rows[:, :, :200, :dim] * 0.5).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(("batch", "kv_heads", "count"), [(4, 2, 4), (1, 6, 3)])
 def test_triton_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.engines.triton import parts, run
+    from tilewise.engines.triton import run
 
     inputs = tensors(batch, 2 * kv_heads, 300, 64, kv_heads)
     wanted = both_passes("triton", *inputs, mask=masks.causal, enable_gqa=True)
-    monkeypatch.setattr(parts, "LARGEST_SUMS", batch * 2 * kv_heads * 384 * 64 * 4 // count)
+    monkeypatch.setattr(bwd_chunks, "MAX_SUMS_BYTES", batch * 2 * kv_heads * 384 * 64 * 4 // count)
     done: list[Any] = []
-    one = run._backward
-    monkeypatch.setattr(run, "_backward", lambda p, *rest: (done.append(p), one(p, *rest))[1])
+    one = run.run_backward
+    monkeypatch.setattr(run, "run_backward", lambda p, *rest: (done.append(p), one(p, *rest))[1])
     for a, b in zip(both_passes("triton", *inputs, mask=masks.causal, enable_gqa=True), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     assert len(done) == count
@@ -333,7 +339,7 @@ def test_triton_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: 
 
 @fused
 def test_a_call_like_an_earlier_one_takes_the_short_way(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    window = torch.tensor(90, device="cuda")  # a mask that holds a tensor takes the long way: its map depends on the contents
+    window = torch.tensor(90, device="cuda")  # a mask that holds a tensor is replayed only while that is unchanged: its map depends on the contents
     ways: dict[str, Any] = {"plain": {}, "causal": {"mask": masks.causal}, "a function": {"mask": lambda b, h, q, kv: q - kv < 100}}
     held = {"mask": lambda b, h, q, kv: q - kv < window}
     call = lambda inputs, options: tw.attention(*inputs, backend=engine, **options)
@@ -341,8 +347,8 @@ def test_a_call_like_an_earlier_one_takes_the_short_way(engine: str, monkeypatch
     wanted = {name: call(second, options) for name, options in ways.items()}
     calls: list[Any] = []
     attention = sys.modules["tilewise.attention"]
-    long_way = attention.run_directly
-    monkeypatch.setattr(attention, "run_directly", lambda *given: calls.append(given) or long_way(*given))
+    long_way = attention.run_eager
+    monkeypatch.setattr(attention, "run_eager", lambda *given: calls.append(given) or long_way(*given))
     for name, options in ways.items():
         call(first, options)
         assert torch.equal(call(second, options), wanted[name]) and not calls

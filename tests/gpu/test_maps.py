@@ -6,14 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tests.looked_maps import looked_map, problem
-from tests.operations import Operations
+from tests.support.looked_maps import looked_map, problem
+from tests.support.operations import Operations
 from tests.tiles.test_build import BATCH, CASES, HEADS
 from tests.tiles.test_properties import Expression, integer_masks
 from tilewise import masks
-from tilewise.engines.triton.config import Config
-from tilewise.engines.triton.looking import kernel_map
-from tilewise.engines.triton.walks import column_tiles, row_tiles
+from tilewise.engines.gpu.tile_classifier import kernel_map
+from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.tiles import build
 
 WAYS = {"every tile": build.SEEN_WHOLE, "those that bounds leave open": 0}
@@ -51,16 +50,16 @@ def test_a_new_layout_of_documents_takes_few_operations(length: int) -> None:
         ids = documents(length, 20, seed)
         return problem(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), 1, 16, length, length, "cuda")
 
-    config = Config(64, 64, 4, 3)
-    row_tiles(layout(0), config)  # the kernel is there
+    tile = (64, 64)
+    query_schedule(layout(0), tile)  # the kernel is there
     fresh = layout(1)
     with Operations() as made:
-        found = kernel_map(fresh, (64, 64))
+        found = kernel_map(fresh, tile)
     assert found is not None and found.partial_tiles > 0 and found.full_tiles > 0
     assert made.seen.total() <= 40, made.seen
     with Operations() as walked:
-        row_tiles(fresh, config)
-        column_tiles(fresh, config)
+        query_schedule(fresh, tile)
+        key_schedule(fresh, tile)
     assert walked.seen.total() <= 160, walked.seen
 
 

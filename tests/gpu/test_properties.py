@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.cases import Case, make
-from tests.structures import LARGE, by_the_rule, check_problems, drawn_problems, drawn_structure
+from tests.support.cases import Case, make
+from tests.support.structures import LARGE, by_the_rule, check_problems, drawn_problems, drawn_structure
 
 HALF = (torch.float16, torch.bfloat16)
 ENGINES = {"triton": (*HALF, torch.float32), "gluon": HALF}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.cases import Case, function
-from tests.error_rule import check
+from tests.support.cases import Case, function
+from tests.support.error_rule import check
 
 pytestmark = pytest.mark.usefixtures("untuned")
 
@@ -15,14 +15,15 @@ CASE = Case("window", batch=1, q_len=1000, head_dim=64, mask=function(lambda b, 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few candidates, as each is compiled."""
-    from tilewise.engines.triton import tuning
+    from tilewise.engines.gpu import tuning
 
     every = tuning.candidates
     monkeypatch.setattr(tuning, "candidates", lambda *asked: every(*asked)[:3])
 
 
 def test_both_passes_are_tuned_and_the_winners_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.engines.triton import run, tuning
+    from tilewise.engines.gpu import tuning
+    from tilewise.engines.triton import fitting
 
     times: list[float] = []
     clock = tuning.milliseconds
@@ -34,4 +35,4 @@ def test_both_passes_are_tuned_and_the_winners_kept(monkeypatch: pytest.MonkeyPa
     check(CASE, "triton", "cuda", torch.bfloat16)
     assert len(times) == tried
     winners = set(tuning._found.values())
-    assert len(winners) == 2 and winners <= set(run._fitting.values())
+    assert len(winners) == 2 and winners <= set(fitting._fitting.values())

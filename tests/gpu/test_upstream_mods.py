@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.cases import Case
-from tests.error_rule import check
-from tests.triton_misses import refused
-from tests.upstream_cases import UPSTREAM_CASES
+from tests.support.cases import Case
+from tests.support.error_rule import check
+from tests.support.triton_misses import refused
+from tests.support.upstream_cases import UPSTREAM_CASES
 
 ENGINES = ["triton", "gluon"]
 

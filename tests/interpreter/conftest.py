@@ -1,6 +1,6 @@
 """Triton's interpreter runs kernels on the CPU. It must be chosen before Triton is imported, so these tests have a process of their own:
 
-    TRITON_INTERPRET=1 python -m pytest tests/interpreter
+TRITON_INTERPRET=1 python -m pytest tests/interpreter
 """
 
 import os

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.cases import CASES, Case
-from tests.error_rule import check
+from tests.support.cases import CASES, Case
+from tests.support.error_rule import check
 
 LEARNED = ("several loads of one tensor", "indexed by a load", "0-d capture", "learned, rows with nothing", "learned, gqa, dropout")
 REPEATABLE = [

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.looked_maps import looked_map
-from tests.tiles.brute import check_map, dense_mask
+from tests.support.brute import check_map, dense_mask
+from tests.support.looked_maps import looked_map
 from tests.tiles.test_build import BATCH, CASES, HEADS
 from tests.tiles.test_properties import Expression, random_masks
 from tilewise.tiles import build

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.structures import SMALL, by_the_rule, check_problems, drawn_problems, drawn_structure
+from tests.support.structures import SMALL, by_the_rule, check_problems, drawn_problems, drawn_structure
 
 PROBLEMS = 3
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from tilewise import scores
-from tilewise.engines.triton.mods import mod_arguments, score_of, slope_of
-from tilewise.problem import Options, make_problem
+from tilewise.core.problem import Options, make_problem
+from tilewise.engines.gpu.mods import mod_arguments, score_of, slope_of
 
 QUERIES, KEYS, TILE = 200, 300, 64
 SLOPES = torch.tensor([0.25, 0.0625])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.cases import CASES, Case
-from tests.error_rule import check
-from tests.triton_misses import FLOAT32_MISSES, refused
+from tests.support.cases import CASES, Case
+from tests.support.error_rule import check
+from tests.support.triton_misses import FLOAT32_MISSES, refused
 from tilewise import masks, scores
 
 LARGEST = 60_000  # score elements: the interpreter takes a few seconds for so many

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import masks, store
-from tilewise.engines.triton import run, tuning
-from tilewise.engines.triton.config import BACKWARD, SMALL, Config, is_miscompiled
+from tilewise import masks
+from tilewise.core import store
+from tilewise.engines.gpu import tuning
+from tilewise.engines.gpu.config import Config
+from tilewise.engines.triton import fitting, launches
+from tilewise.engines.triton.config import BWD, INTERPRETER, is_miscompiled
 
 pytestmark = pytest.mark.usefixtures("untuned")
 
@@ -22,13 +25,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, ...]]:
     """Every configuration that was timed; the less keys in a tile, the quicker."""
     found: list[tuple[Config, ...]] = []
 
-    def quickest(parts: Any, table: Any, tile: Any, time: Callable[..., float]) -> tuple[Config, ...]:
+    def quickest(roles: Any, table: Any, tile: Any, time: Callable[..., float]) -> tuple[Config, ...]:
         def watched(configs: tuple[Config, ...]) -> float:
             found.append(configs)
             time(configs)
             return sum(c.n for c in configs)
 
-        return original(parts, table, tile, watched)
+        return original(roles, table, tile, watched)
 
     original = tuning.quickest
     monkeypatch.setattr(tuning, "quickest", quickest)
@@ -54,7 +57,7 @@ def test_the_winner_is_kept_and_used_by_every_process(tried: list[tuple[Config, 
         found = both_passes()
         count = len(tried)
         both_passes()
-    assert len(tried) == count > 2 and tried[0] == (SMALL,)
+    assert len(tried) == count > 2 and tried[0] == (INTERPRETER,)
     assert len(store.entries()) == 2  # of the forward and of the backward
     tuned = [c.n for configs in tuning._found.values() for c in configs]
     assert sorted(tuned) == [16, 16, 32]  # in the backward one number at a time is changed
@@ -62,43 +65,43 @@ def test_the_winner_is_kept_and_used_by_every_process(tried: list[tuple[Config, 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
     monkeypatch.setattr(tuning, "_found", {})  # as a new process has it
-    monkeypatch.setattr(run, "_fitting", {})
+    monkeypatch.setattr(fitting, "_fitting", {})
     both_passes()
-    assert len(tried) == count and sorted(c.n for configs in run._fitting.values() for c in configs) == [16, 16, 32]
+    assert len(tried) == count and sorted(c.n for configs in fitting._fitting.values() for c in configs) == [16, 16, 32]
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_variable_turns_it_on(value: str) -> None:
-    code = "from tilewise.engines.triton import tuning; print(tuning.is_on())"
+    code = "from tilewise.engines.gpu import tuning; print(tuning.is_on())"
     ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, tuning.VARIABLE: value}, capture_output=True, text=True, check=True, timeout=120)
     assert ran.stdout.strip() == str(value == "1")
 
 
 def test_what_cannot_run_is_no_candidate() -> None:
     def time(configs: tuple[Config, ...]) -> float:
-        if configs[0].n < SMALL.n:
+        if configs[0].n < INTERPRETER.n:
             raise RuntimeError("out of something")
         return float(configs[0].m)
 
-    winner = tuning.quickest(("forward",), (SMALL,), None, time)
-    assert winner == (SMALL._replace(m=16),)
-    assert tuning.quickest(("forward",), (SMALL,), None, lambda c: 1 / 0) == (SMALL,)
+    winner = tuning.quickest(("fwd",), (INTERPRETER,), None, time)
+    assert winner == (INTERPRETER._replace(m=16),)
+    assert tuning.quickest(("fwd",), (INTERPRETER,), None, lambda c: 1 / 0) == (INTERPRETER,)
 
 
 def test_candidates_differ_in_one_number_and_share_their_warps() -> None:
     table = (Config(32, 128, 8, 3), Config(128, 64, 8, 3))
-    found = tuning.candidates(BACKWARD, table, None)
+    found = tuning.candidates(BWD, table, None)
     assert found[0] == table and len(found) == len(set(found)) == 14
     assert all(keys.warps == queries.warps for keys, queries in found)
-    assert all(c.m in (16, 32) and c.n in (16, 32, 64) for configs in tuning.candidates(("forward",), (Config(32, 64, 4, 2),), (32, 64)) for c in configs)
+    assert all(c.m in (16, 32) and c.n in (16, 32, 64) for configs in tuning.candidates(("fwd",), (Config(32, 64, 4, 2),), (32, 64)) for c in configs)
 
 
 def test_what_is_known_to_be_compiled_wrongly_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[Config, ...]] = []
-    monkeypatch.setattr(run, "is_miscompiled", lambda kernel, config, multiplied: is_miscompiled(kernel, config, "bf16x6"))
+    monkeypatch.setattr(fitting, "is_miscompiled", lambda kernel, config, multiplied: is_miscompiled(kernel, config, "bf16x6"))
     monkeypatch.setattr(tuning, "milliseconds", lambda start: start() or 1.0)
-    original = run.gradients_launch
-    monkeypatch.setattr(run, "gradients_launch", lambda p, own, wanted, *configs: timed.append(configs) or original(p, own, wanted, *configs))
+    original = launches.bwd_launch
+    monkeypatch.setattr(launches, "bwd_launch", lambda p, own, wanted, *configs: timed.append(configs) or original(p, own, wanted, *configs))
     with tw.autotuned():
         both_passes()
     assert any(keys.m == 64 for keys, _ in timed) and any(queries.n == 64 for _, queries in timed)

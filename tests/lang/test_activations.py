@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import tilewise as tw
-from tests.lang.programs import assert_derives_as_autograd, grid, scores, trace_value
+from tests.support.programs import assert_derives_as_autograd, grid, scores, trace_value
 from tilewise.lang import INDICES, evaluate
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

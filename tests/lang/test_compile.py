@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.errors import TraceError
-from tilewise.lang import Call, trace_score
+from tilewise.lang import BoundProgram, trace_score
 
 ROW = torch.zeros(5)
 
@@ -19,7 +19,7 @@ def compiled(function: Callable[..., Any], fullgraph: bool) -> Tensor:
     torch._dynamo.reset()
 
     def traced(x: Tensor) -> Tensor:
-        call: Call = trace_score((function,))
+        call: BoundProgram = trace_score((function,))
         return call.captures[0] + x
 
     return torch.compile(traced, backend="eager", fullgraph=fullgraph)(torch.zeros(()))

@@ -24,7 +24,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "slopes of more heads": (lambda: {"score": scores.alibi(8)}, "alibi is made for 8 heads, the call has 4"),
     "a table of fewer heads": (lambda: {"score": scores.relative_bias(torch.zeros(3, 11))}, "relative_bias is made for 3 heads"),
     "one of several scores": (lambda: {"score": [scores.softcap(2.0), scores.distance_decay(torch.zeros(3))]}, "distance_decay is made for 3 heads"),
-}  # fmt: skip
+}
 RIGHT: dict[str, Callable[[], dict[str, Any]]] = {
     "documents": lambda: {"mask": masks.document(lengths=[100, 200]) & masks.causal},
     "ids of more tokens": lambda: {"mask": masks.document(torch.zeros(512, dtype=torch.int64))},

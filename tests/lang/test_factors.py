@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.lang.generated import captures, function_of, smooth_trees
-from tests.lang.programs import grid, scores, trace_value, value_of
-from tilewise.lang import Call, factored
+from tests.support.generated import captures, function_of, smooth_trees
+from tests.support.programs import grid, scores, trace_value, value_of
+from tilewise.lang import BoundProgram, factored
 from tilewise.scores import softcap
 
 TABLE = torch.tensor([1.5, 2.5])
@@ -26,7 +26,7 @@ TAKEN: dict[str, tuple[Callable[..., Any], float, float, int]] = {
     "numbers one after the other": (lambda s, b, h, q, kv: 2.0 * (torch.sin(3.0 * s / 4.0) / 8.0), 0.75, 0.25, 2),
     "a negative factor": (lambda s, b, h, q, kv: torch.tanh(s * -2.0), -2.0, 1.0, 2),
     "a product after a sum": (lambda s, b, h, q, kv: (s + TABLE[h]) * 0.5, 1.0, 0.5, 4),
-}  # fmt: skip
+}
 LEFT: dict[str, Callable[..., Any]] = {
     "a negative gain": lambda s, b, h, q, kv: torch.tanh(s) * -2.0,
     "the score used twice": lambda s, b, h, q, kv: torch.tanh(s * 2.0) + s,
@@ -40,7 +40,7 @@ LEFT: dict[str, Callable[..., Any]] = {
 }
 
 
-def assert_same(call: Call, inputs: dict[str, Tensor]) -> None:
+def assert_same(call: BoundProgram, inputs: dict[str, Tensor]) -> None:
     factor, rest, gain = factored(call)
     wanted = torch.as_tensor(value_of(call, inputs))
     found = gain * torch.as_tensor(value_of(rest, inputs | {"score": factor * inputs["score"]}))

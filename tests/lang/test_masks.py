@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lang.programs import grid
+from tests.support.programs import grid
 from tilewise import masks
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import evaluate

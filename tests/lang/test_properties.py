@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.lang.generated import captures, function_of, smooth_trees, trees
-from tests.lang.programs import assert_derives_as_autograd, grid, scores, trace_value, value_of
+from tests.support.generated import captures, function_of, smooth_trees, trees
+from tests.support.programs import assert_derives_as_autograd, grid, scores, trace_value, value_of
 from tilewise import masks
-from tilewise.lang import Bounds, Call, Interval, derive, interpret, parse, trace_mask, trace_score
+from tilewise.lang import BoundProgram, Bounds, Interval, derive, interpret, parse, trace_mask, trace_score
 from tilewise.lang.types import DTYPE_OF
 
 FEW = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -21,7 +21,7 @@ MANY = settings(FEW, max_examples=300)
 SEEDS = st.integers(0, 20)
 
 
-def run(call: Call, inputs: dict[str, Tensor]) -> Tensor:
+def run(call: BoundProgram, inputs: dict[str, Tensor]) -> Tensor:
     """The interpreter's value; programs that torch itself refuses to compute (an integer divided by zero) are not examples."""
     try:
         return value_of(call, inputs)
@@ -30,7 +30,7 @@ def run(call: Call, inputs: dict[str, Tensor]) -> Tensor:
         raise
 
 
-def traced(tree: Any, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Call:
+def traced(tree: Any, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> BoundProgram:
     return trace_value(function_of(tree, tensors), dtype)
 
 
@@ -96,7 +96,7 @@ def test_bounds_hold_every_value_of_the_box(tree: Any, seed: int, boxes: list[tu
         assert holds(lo, hi, values), f"[{lo}, {hi}] does not hold {values.min().item()} .. {values.max().item()} of {call.program.text}"
 
 
-def decided(call: Call, q: tuple[int, int], kv: tuple[int, int], b: int = 0, h: int = 0) -> bool | None:
+def decided(call: BoundProgram, q: tuple[int, int], kv: tuple[int, int], b: int = 0, h: int = 0) -> bool | None:
     """True or False everywhere on the box, or None."""
     ends = {"b": (b, b), "h": (h, h), "q": q, "kv": kv}
     box = {name: Interval(*(torch.tensor([float(end)], dtype=torch.float64) for end in pair)) for name, pair in ends.items()}
@@ -136,7 +136,7 @@ DECIDED = {
     "float distance": (lambda b, h, q, kv: (q - kv).abs().float() * 0.5 < 10.0, ((50, 55), (50, 55)), ((50, 55), (80, 90))),
     "choice": (lambda b, h, q, kv: torch.where(q < 10, kv < 5, kv > 50), ((20, 30), (60, 70)), ((0, 9), (5, 70))),
     "sum of booleans": (lambda b, h, q, kv: (q < 10) + (kv < 10), ((0, 9), (0, 9)), ((10, 19), (10, 19))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DECIDED)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lang.programs import assert_derives_as_autograd, assert_traces_as_torch, grid, scores, trace_value, value_of
+from tests.support.programs import assert_derives_as_autograd, assert_traces_as_torch, grid, scores, trace_value, value_of
 from tilewise.lang import evaluate, trace_score
 from tilewise.lang.types import DTYPE_OF
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_derives_as_autograd, grid
+from tests.support.programs import BATCH, HEADS, KEYS, QUERIES, assert_derives_as_autograd, grid
 from tilewise import scores
 from tilewise.errors import InputError
 from tilewise.lang import evaluate, trace_score

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lang.programs import grid
+from tests.support.programs import grid
 from tilewise import masks, scores
-from tilewise.lang import Call, evaluate, gathered, parse, shifted, trace_mask, trace_score
+from tilewise.lang import BoundProgram, evaluate, gathered, parse, shifted, trace_mask, trace_score
 
 
 def text(function: Callable[..., Any]) -> str:
@@ -120,7 +120,7 @@ def test_a_program_knows_what_it_depends_on() -> None:
     assert trace_score((scores.softcap(3.0),)).program.uses == {"score"}
 
 
-def allowed(call: Call, **inputs: Tensor) -> Tensor:
+def allowed(call: BoundProgram, **inputs: Tensor) -> Tensor:
     return torch.as_tensor(evaluate(call, inputs))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lang.programs import BATCH, HEADS, KEYS, QUERIES, assert_traces_as_torch, grid, trace_value, value_of
+from tests.support.programs import BATCH, HEADS, KEYS, QUERIES, assert_traces_as_torch, grid, trace_value, value_of
 from tilewise.errors import TraceError
 from tilewise.lang import evaluate, trace_mask, trace_score
 from tilewise.lang.torch_functions import FUNCTIONS
@@ -340,11 +340,26 @@ def test_a_mask_may_be_constant() -> None:
 
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BINARY = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "floordiv": operator.floordiv, "mod": operator.mod,
-    "pow": operator.pow, "lt": operator.lt, "eq": operator.eq, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
-    "shl": operator.lshift, "shr": operator.rshift, "minimum": torch.minimum, "clamp_min": torch.clamp_min, "clamp_max": torch.clamp_max,
-    "where": lambda x, y: torch.where(FLAG, x, y), "logical_and": torch.logical_and,
-}  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "pow": operator.pow,
+    "lt": operator.lt,
+    "eq": operator.eq,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shl": operator.lshift,
+    "shr": operator.rshift,
+    "minimum": torch.minimum,
+    "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
+    "where": lambda x, y: torch.where(FLAG, x, y),
+    "logical_and": torch.logical_and,
+}
 UNARY = {name: getattr(torch, name) for name in (*FLOAT_FUNCTIONS, "neg", "abs", "floor", "ceil", "round", "trunc", "sign", "relu", "square", "reciprocal")}
 UNARY |= {"pos": operator.pos, "positive": torch.positive, "sum": torch.sum}
 UNARY |= {"not": operator.invert, "silu": F.silu, "bool": lambda x: x.bool(), "logical_not": torch.logical_not}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from tests.lang.programs import assert_derives_as_autograd, grid
-from tests.lang.upstream_mods import LEARNED, MASKS, SCORES, B, H, S, softcap_approx
+from tests.support.programs import assert_derives_as_autograd, grid
+from tests.support.upstream_mods import LEARNED, MASKS, SCORES, B, H, S, softcap_approx
 from tilewise.lang import evaluate, trace_mask, trace_score
 
 

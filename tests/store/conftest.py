@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tilewise import store
+from tilewise.core import store
 
 
 @pytest.fixture(scope="module")

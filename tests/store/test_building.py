@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.machine_code import loops_of_products, machine_code
+from tests.support.machine_code import loops_of_products, machine_code
 from tilewise import masks, scores
-from tilewise.engines.gluon import MISSING as NO_GLUON
-from tilewise.engines.triton import MISSING
+from tilewise.engines.gluon import NO_GLUON
+from tilewise.engines.gpu.limits import NO_TRITON
 
-pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.usefixtures("empty_store")]
+pytestmark = [pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON)), pytest.mark.usefixtures("empty_store")]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -55,11 +55,11 @@ MASKS = {
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_looked_into_on_every_architecture(name: str, arch: int) -> None:
-    from tilewise.building import _problem
-    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton import aot
+    from tilewise.tools.build import _problem
 
     problem = _problem(MASKS[name], None, 64, torch.bfloat16, 4096)
-    built = [ahead.build(launches(), arch) for launches in ahead.map_launches(problem)]
+    built = [aot.build(launches(), arch) for launches in aot.map_launches(problem)]
     assert len(built) == 1 and built[0].startswith("classify")
 
 
@@ -69,7 +69,7 @@ def test_gradients_that_fit_no_tile_are_refused_before_anything_is_compiled() ->
 
 
 def test_other_windows_need_no_other_kernel() -> None:
-    def build(window: int) -> tw.building.BuildReport:
+    def build(window: int) -> tw.tools.build.BuildReport:
         return tw.build_kernels([masks.causal & masks.sliding_window(window)], head_dims=[64], arch="sm_90", backward=False)
 
     build(100)
@@ -80,11 +80,11 @@ def test_other_windows_need_no_other_kernel() -> None:
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
 def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
     """Registers that overflow to memory inside a loop make a kernel slow, and so does a wait after every product."""
-    from tilewise.building import _problem
-    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton import aot
+    from tilewise.tools.build import _problem
 
     problem = _problem(mask, None, dim, torch.bfloat16, 4096)
-    for launches in (*ahead.forward_launches(problem), *ahead.backward_launches(problem, frozenset())):
+    for launches in (*aot.forward_launches(problem), *aot.backward_launches(problem, frozenset())):
         launch = launches()[0]
         loops = loops_of_products(machine_code(launch, 90))
         assert loops or launch.kernel in ("deltas", "classify", "bring")
@@ -98,11 +98,11 @@ def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
 @pytest.mark.parametrize(("in_parts", "product", "most"), [(True, "HGMMA", 1.0), (False, "FFMA", 0.05)], ids=["in parts", "plain units"])
 def test_a_forward_in_32_bits_hardly_spills(in_parts: bool, product: str, most: float, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile a little too large spills as often as it multiplies, and takes ten times as long."""
-    from tilewise.building import _problem
-    from tilewise.engines.triton import ahead, config
+    from tilewise.engines.triton import aot, config
+    from tilewise.tools.build import _problem
 
     monkeypatch.setattr(config, "has_parts", lambda: in_parts)
-    sass = machine_code(ahead.forward_launches(_problem(masks.causal, None, dim, torch.float32, 4096))[0]()[0], 90)
+    sass = machine_code(aot.forward_launches(_problem(masks.causal, None, dim, torch.float32, 4096))[0]()[0], 90)
     spills, products = (len(re.findall(word, sass)) for word in (r"\b(?:LDL|STL)\b", rf"\b{product}\b"))
     assert products > 0 and spills < most * products, f"D{dim}: {spills} spills beside {products} products"
 
@@ -110,10 +110,10 @@ def test_a_forward_in_32_bits_hardly_spills(in_parts: bool, product: str, most: 
 @pytest.mark.parametrize("dim", [64, 256])
 def test_a_backward_in_parts_has_no_product_that_is_compiled_wrongly(dim: int) -> None:
     """See config.is_miscompiled."""
-    from tilewise.building import _problem
-    from tilewise.engines.triton import ahead
+    from tilewise.engines.triton import aot
+    from tilewise.tools.build import _problem
 
-    gradients = ahead.backward_launches(_problem(masks.causal, None, dim, torch.float32, 4096), frozenset())[1]()[0]
+    gradients = aot.backward_launches(_problem(masks.causal, None, dim, torch.float32, 4096), frozenset())[1]()[0]
     sass = machine_code(gradients, 90)
     assert dict(gradients.constants)["PRECISION"] == "bf16x6" and "HMMA" in sass and "HGMMA" not in sass
 
@@ -122,9 +122,10 @@ def test_a_backward_in_parts_has_no_product_that_is_compiled_wrongly(dim: int) -
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim: int) -> None:
     """A configuration that would take more tensor memory than there is, for which Triton makes a kernel that does nothing, is not taken."""
-    from tilewise.building import _problem
-    from tilewise.engines.triton import ahead, shared_memory
-    from tilewise.engines.triton.launch import Launch, parts_of, request_of
+    from tilewise.engines.gpu.launch import Launch, load_or_build, request_of
+    from tilewise.engines.gpu.limits import shared_memory
+    from tilewise.engines.triton import aot
+    from tilewise.tools.build import _problem
 
     tried: list[Launch] = []
 
@@ -135,11 +136,11 @@ def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim
                 yield launch
 
     problem = _problem(None, None, dim, torch.bfloat16, 4096).with_tensors(deterministic=deterministic)
-    for launches in ahead.backward_launches(problem, frozenset()):
-        ahead.build(Watched(launches()), 100)
-        facts = json.loads(parts_of(request_of(tried[-1], 100))["facts"])
+    for launches in aot.backward_launches(problem, frozenset()):
+        aot.build(Watched(launches()), 100)
+        facts = json.loads(load_or_build(request_of(tried[-1], 100))["facts"])
         assert facts["shared"] <= shared_memory(100)
-    assert len(tried) == (5 if dim == 128 and not deterministic else len(ahead.backward_launches(problem, frozenset())))
+    assert len(tried) == (5 if dim == 128 and not deterministic else len(aot.backward_launches(problem, frozenset())))
 
 
 @pytest.mark.parametrize(("tile", "adds"), [(16, ["straight", "any"]), (64, ["straight"])])
@@ -147,24 +148,25 @@ def test_elements_that_several_threads_hold_are_added_once(tile: int, adds: list
     """A block of 16 x 16 is held four times by 128 threads: there, Triton's own atomics have to do."""
     import triton
 
-    from tilewise.building import _problem
-    from tilewise.engines.triton import ahead, build, run
-    from tilewise.engines.triton.config import Config
-    from tilewise.engines.triton.launch import request_of
+    from tilewise.engines.gpu import compiler
+    from tilewise.engines.gpu.config import Config
+    from tilewise.engines.gpu.launch import request_of
+    from tilewise.engines.triton import aot, run
+    from tilewise.tools.build import _problem
 
     made: list[str] = []
     compile_ = triton.compile
 
     def watched(*arguments: object, **options: object) -> object:
         kernel = compile_(*arguments, **options)
-        made.append("straight" if build.STRAIGHT in kernel.asm["ptx"] else "any" if "atom.global" in kernel.asm["ptx"] else "nothing")
+        made.append("straight" if compiler.STRAIGHT in kernel.asm["ptx"] else "any" if "atom.global" in kernel.asm["ptx"] else "nothing")
         return kernel
 
     monkeypatch.setattr(triton, "compile", watched)
-    for module in (run, ahead):
+    for module in (run, aot):
         monkeypatch.setattr(module, "choose", lambda kernel, p: Config(tile, tile, 4, 2))
     problem = _problem(masks.causal, None, 16, torch.bfloat16, 4096)
-    build.compiled(request_of(ahead.backward_launches(problem, frozenset())[1]()[0], 90))
+    compiler.compiled(request_of(aot.backward_launches(problem, frozenset())[1]()[0], 90))
     assert made == adds
 
 
@@ -178,12 +180,13 @@ def test_mistakes_say_what_to_do() -> None:
 
 
 def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.engines.triton import build
 
     def fail(request: object) -> dict[str, bytes]:
         raise RuntimeError("ptxas fell over")
 
-    monkeypatch.setattr(build, "compiled", fail)
+    from tilewise.engines.gpu import compiler
+
+    monkeypatch.setattr(compiler, "compiled", fail)
     with pytest.raises(tw.BackendError, match="Could not compile flex_attention kernels: RuntimeError: ptxas fell over"):
         tw.build_kernels([lambda b, h, q, kv: q * 3 >= kv * 2], head_dims=[64], arch="sm_90")
 
@@ -229,7 +232,7 @@ def test_the_doctor() -> None:
     ],
 )
 def test_masks_and_scores_are_built_at_the_sizes_they_are_made_for(mask: Any, score: Any) -> None:
-    from tilewise.building import LENGTH, _problem
+    from tilewise.tools.build import LENGTH, _problem
 
     functions = (mask(), None if score is None else score())
     problem = _problem(*functions, 64, torch.bfloat16, LENGTH)

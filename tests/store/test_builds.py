@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tilewise import masks, scores
-from tilewise.engines.gluon import MISSING as NO_GLUON
-from tilewise.engines.triton import MISSING, builds
-from tilewise.engines.triton.builds import Beside, Turns, announce, in_background, once
-from tilewise.problem import Options, Problem, make_problem
+from tilewise.core.problem import Options, Problem, make_problem
+from tilewise.engines.gluon import NO_GLUON
+from tilewise.engines.gpu import build_queue
+from tilewise.engines.gpu.build_queue import PriorityLock, in_background, notify, on_first_build, once
+from tilewise.engines.gpu.limits import NO_TRITON
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -27,7 +28,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def wait_for_waiting(key: str, count: int) -> None:
     """Until so many threads wait for a build under way."""
-    wait_for(lambda: len(builds._process.building[key]._condition._waiters) == count)
+    wait_for(lambda: len(build_queue._process.building[key]._condition._waiters) == count)
 
 
 # -- once ------------------------------------------------------------------------------------------------------------
@@ -43,7 +44,7 @@ def test_of_eight_threads_one_builds() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert [f.result() for f in [pool.submit(once, "eight", build) for _ in range(8)]] == ["kernel"] * 8
-    assert len(calls) == 1 and not builds._process.building
+    assert len(calls) == 1 and not build_queue._process.building
 
 
 def test_who_waits_gets_the_error_and_who_comes_later_builds_again() -> None:
@@ -86,7 +87,7 @@ def test_who_waits_for_an_interrupted_build_builds_itself() -> None:
 
 
 def test_turns_are_taken_one_at_a_time_in_their_order() -> None:
-    turns, order = Turns(), list[int]()
+    turns, order = PriorityLock(), list[int]()
 
     def take(turn: int) -> None:
         with turns.wait(turn):
@@ -106,14 +107,14 @@ def test_turns_are_taken_one_at_a_time_in_their_order() -> None:
 
 def test_what_follows_is_started_once_and_only_if_something_is_built() -> None:
     started: list[str] = []
-    with Beside(lambda: started.append("outer")):
-        with Beside(lambda: started.append("inner")):
-            announce()
-            announce()
+    with on_first_build(lambda: started.append("outer")):
+        with on_first_build(lambda: started.append("inner")):
+            notify()
+            notify()
         assert started == ["inner"]
-        announce()
-    announce()
-    with Beside(lambda: started.append("nothing built")):
+        notify()
+    notify()
+    with on_first_build(lambda: started.append("nothing built")):
         pass
     assert started == ["inner", "outer"]
 
@@ -122,8 +123,8 @@ def test_a_start_that_fails_hurts_nobody() -> None:
     def fail() -> None:
         raise ValueError("no such kernel")
 
-    with Beside(fail):
-        announce()
+    with on_first_build(fail):
+        notify()
 
 
 def test_a_background_failure_hurts_nobody_and_is_met_by_who_needs_the_kernel() -> None:
@@ -131,14 +132,14 @@ def test_a_background_failure_hurts_nobody_and_is_met_by_who_needs_the_kernel() 
         raise ValueError("ptxas fell over")
 
     in_background(lambda: once("background", fail))
-    wait_for(lambda: not builds._process.threads)
+    wait_for(lambda: not build_queue._process.threads)
     with pytest.raises(ValueError, match="ptxas fell over"):
         once("background", fail)
 
 
 ENDING = """
 import sys, time
-from tilewise.engines.triton.builds import in_background, once
+from tilewise.engines.gpu.build_queue import in_background, once
 
 def compile():
     print("building", flush=True)
@@ -160,7 +161,7 @@ def test_the_process_ends_while_builds_are_under_way() -> None:
 
 FORKING = """
 import os, threading
-from tilewise.engines.triton.builds import in_background, once
+from tilewise.engines.gpu.build_queue import in_background, once
 
 never = threading.Event()
 in_background(lambda: once("kernel", never.wait))
@@ -179,7 +180,7 @@ def test_a_forked_process_waits_for_no_thread_it_does_not_have() -> None:
 
 # -- the kernels of a call -------------------------------------------------------------------------------------------
 
-needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 LAYOUTS = {
     "bhsd": lambda heads, dim: torch.zeros(2, heads, 256, dim, dtype=torch.bfloat16, requires_grad=True),
     "bshd": lambda heads, dim: torch.zeros(2, 256, heads, dim, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2),
@@ -197,8 +198,8 @@ def problem(layout: str = "bhsd", mask: object = None, dim: int = 64, score: obj
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name: a forward and a backward in which no kernel really starts, and the same problem without its data."""
-    from tilewise.engines.triton import ahead, run, soon
-    from tilewise.engines.triton.launch import Launch, key_of, request_of
+    from tilewise.engines.gpu.launch import Launch, key_of, request_of
+    from tilewise.engines.triton import aot, background_build, run
 
     started: list[str] = []
 
@@ -211,35 +212,35 @@ def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool
 
     monkeypatch.setattr(run, "prepare", prepare)
     p = problem(layout, score=scores.relative_bias(torch.zeros(4, 511, requires_grad=True)), deterministic=deterministic)
-    wanted = soon.wanted_of(p)
+    wanted = background_build.wanted_of(p)
     assert wanted == frozenset({0})
     with torch.no_grad():
         output = run.forward(p)
         run.backward(p, output, torch.empty_like(output.out), None, wanted)
-    data_free = soon.on_meta(p)
-    launches = ahead.forward_launches(data_free) + ahead.backward_launches(data_free, wanted)
+    data_free = background_build.on_meta(p)
+    launches = aot.forward_launches(data_free) + aot.backward_launches(data_free, wanted)
     assert [key_of(request_of(launches()[0], 90)) for launches in launches] == started
 
 
 @needs_triton
 def test_without_gradients_no_backward_is_built() -> None:
-    from tilewise.engines.triton import soon
+    from tilewise.engines.triton import background_build
 
     plain = problem()
     plain = plain.with_tensors(query=plain.query.detach(), key=plain.key.detach(), value=plain.value.detach())
-    assert soon.wanted_of(plain) is None
+    assert background_build.wanted_of(plain) is None
     with torch.inference_mode():
-        assert soon.wanted_of(problem()) is None
+        assert background_build.wanted_of(problem()) is None
 
 
 @needs_triton
 @pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON)))])
 def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the compiler is real; nothing is stored."""
-    from tilewise import store
+    from tilewise.core import store
+    from tilewise.engines.gpu.launch import Request, load_or_build, request_of
     from tilewise.engines.registry import engine_named
-    from tilewise.engines.triton import build, soon
-    from tilewise.engines.triton.launch import Request, parts_of, request_of
+    from tilewise.engines.triton import background_build
 
     built: list[str] = []
 
@@ -247,16 +248,18 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
         built.append(request.kernel)
         return {"facts": b'{"shared": 0}', "cubin": b""}
 
-    monkeypatch.setattr(build, "compiled", compiled)
+    from tilewise.engines.gpu import compiler
+
+    monkeypatch.setattr(compiler, "compiled", compiled)
     monkeypatch.setattr(store, "write", lambda key, parts: None)
     monkeypatch.setattr(store, "read", lambda key: None)
-    monkeypatch.setattr(soon, "architecture", lambda device: 90)
+    monkeypatch.setattr(background_build, "architecture", lambda device: 90)
     p = problem(mask=masks.causal)
-    soon_of = engine_named(engine).soon()
-    launch = soon.ahead.map_launches(soon.on_meta(p))[0]()[0]
-    with Beside(lambda: soon_of.forward(p)):
-        parts_of(request_of(launch, 90))
-    wait_for(lambda: not builds._process.threads)
+    soon_of = engine_named(engine).background_builds()
+    launch = background_build.ahead.map_launches(background_build.on_meta(p))[0]()[0]
+    with on_first_build(lambda: soon_of.forward(p)):
+        load_or_build(request_of(launch, 90))
+    wait_for(lambda: not build_queue._process.threads)
     hopper = {"hopper_forward", "mend_forward", "prepare_backward", "hopper_backward", "finish_backward", "cut_stencils"}
     follow = {"triton": {"forward", "deltas", "gradients", "bring"}, "gluon": hopper}
     assert set(built) == {"classify"} | follow[engine]
@@ -266,12 +269,13 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
 def test_kernels_are_compiled_at_the_same_time_and_warnings_stay_as_they_were() -> None:
     import warnings
 
-    from tilewise.engines.triton import ahead, build, soon
-    from tilewise.engines.triton.launch import request_of
+    from tilewise.engines.gpu import compiler
+    from tilewise.engines.gpu.launch import request_of
+    from tilewise.engines.triton import aot, background_build
 
-    p = soon.on_meta(problem(mask=lambda b, h, q, kv: q * 5 >= kv * 3, dim=32))
-    requests = [request_of(make()[0], 90) for make in ahead.forward_launches(p) + ahead.backward_launches(p, frozenset())]
+    p = background_build.on_meta(problem(mask=lambda b, h, q, kv: q * 5 >= kv * 3, dim=32))
+    requests = [request_of(make()[0], 90) for make in aot.forward_launches(p) + aot.backward_launches(p, frozenset())]
     before = list(warnings.filters)
     with ThreadPoolExecutor(4) as pool:
-        assert all(parts["cubin"] for parts in pool.map(build.compiled, requests))
+        assert all(parts["cubin"] for parts in pool.map(compiler.compiled, requests))
     assert list(warnings.filters) == before

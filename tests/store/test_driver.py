@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tilewise.engines.triton import driver
+from tilewise.engines.gpu import driver
 
 
 class Driver:
-    """Takes every call for done, and keeps what kernels are started with."""
+    """Takes every call for done, and keeps what kernels are launched with."""
 
     def __init__(self) -> None:
         self.started: list[list[int]] = []
@@ -34,7 +34,7 @@ def test_every_start_has_its_own_addresses_and_the_images_numbers(started: list[
     kernel = driver.Kernel(b"", "kernel", 0, 4, ("*fp32", "*fp32", "i64", "i64"), 1, [], 0)
     one, two = (kernel.image([], [1, 2], list(numbers)) for numbers in ((30, 40), (50, 60)))
     for image, addresses in ((one, [7, 8]), (one, [9, 10]), (two, [11, 12]), (one, [13, 14]), (two, [15, 16])):
-        kernel.start(1, 0, image, [], addresses)
+        kernel.launch(1, 0, image, [], addresses)
     assert started == [[7, 8, 30, 40, 0], [9, 10, 30, 40, 0], [11, 12, 50, 60, 0], [13, 14, 30, 40, 0], [15, 16, 50, 60, 0]]
 
 

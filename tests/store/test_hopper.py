@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.machine_code import loops_of_products, machine_code
+from tests.support.machine_code import loops_of_products, machine_code
 from tilewise import masks, scores
-from tilewise.engines.gluon import MISSING
-from tilewise.problem import Options, Problem, make_problem
+from tilewise.core.problem import Options, Problem, make_problem
+from tilewise.engines.gluon import NO_GLUON
 
-pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.usefixtures("empty_store")]
+pytestmark = [pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON)), pytest.mark.usefixtures("empty_store")]
 
 
 def problem(dim: int, v_dim: int | None = None, mask: object = None, score: object = None, **options: object) -> Problem:
@@ -28,9 +28,9 @@ def spills(body: str) -> int:
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
 def test_the_forwards_loop_hides_softmax_under_the_products(mask: object, dim: int) -> None:
     """Both products are issued before the exponentials, and P V is awaited after them; nothing spills."""
-    from tilewise.engines.gluon import ahead
+    from tilewise.engines.gluon import aot
 
-    code = machine_code(ahead.forward_launches(problem(dim, mask=mask))[0]()[0], 90)
+    code = machine_code(aot.forward_launches(problem(dim, mask=mask))[0]()[0], 90)
     loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
     assert len(loops) == (3 if dim == 64 else 2)  # one for each warpgroup
     for body in loops:
@@ -43,9 +43,9 @@ def test_the_forwards_loop_hides_softmax_under_the_products(mask: object, dim: i
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
 def test_the_backwards_loop_waits_only_where_it_must(mask: object, dim: int) -> None:
-    from tilewise.engines.gluon import ahead
+    from tilewise.engines.gluon import aot
 
-    code = machine_code(ahead.backward_launches(problem(dim, mask=mask))[1]()[0], 90)
+    code = machine_code(aot.backward_launches(problem(dim, mask=mask))[1]()[0], 90)
     loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
     assert len(loops) == 2
     for body in loops:
@@ -67,14 +67,14 @@ def test_the_backwards_loop_waits_only_where_it_must(mask: object, dim: int) -> 
     ],
 )
 def test_every_variant_compiles(asked: dict[str, object]) -> None:
-    from tilewise.engines.gluon import ahead, refuse_backward
-    from tilewise.engines.triton.launch import parts_of, request_of
+    from tilewise.engines.gluon import aot, refuse_backward
+    from tilewise.engines.gpu.launch import load_or_build, request_of
 
     p = problem(**asked)
-    launches = ahead.forward_launches(p) + (ahead.backward_launches(p) if refuse_backward(p, learns=False) is None else [])
+    launches = aot.forward_launches(p) + (aot.backward_launches(p) if refuse_backward(p, learns=False) is None else [])
     assert len(launches) == (7 if p.mask is not None else 5)  # a mask has stencils, of either pass
     for launch in launches:
-        assert parts_of(request_of(launch()[0], 90))["cubin"]
+        assert load_or_build(request_of(launch()[0], 90))["cubin"]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_every_variant_compiles(asked: dict[str, object]) -> None:
 )
 def test_scores_cost_what_they_must(score: object, more: dict[str, int]) -> None:
     """Instructions of a step of 64 x 128, of which a thread has 64, beyond those of plain causal attention."""
-    from tilewise.engines.gluon import ahead
+    from tilewise.engines.gluon import aot
 
     def counted(score: object) -> list[dict[str, int]]:
-        code = machine_code(ahead.forward_launches(problem(128, mask=masks.causal, score=score))[0]()[0], 90)
+        code = machine_code(aot.forward_launches(problem(128, mask=masks.causal, score=score))[0]()[0], 90)
         bodies = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
         return [{name: len(re.findall(rf"\b{name}\b", body)) for name in ("MUFU", "FMUL", "FFMA", "FADD", "I2FP", "FSETP")} for body in bodies]
 
@@ -100,12 +100,12 @@ def test_scores_cost_what_they_must(score: object, more: dict[str, int]) -> None
 
 def test_masks_share_the_large_kernels() -> None:
     """A new mask is compiled into its stencils, and into what mends unsound rows, not into the kernels that take seconds."""
-    from tilewise.engines.gluon import ahead
-    from tilewise.engines.triton.launch import request_of
+    from tilewise.engines.gluon import aot
+    from tilewise.engines.gpu.launch import request_of
 
     def requests(mask: object) -> set[object]:
         p = problem(128, mask=mask)
-        return {request_of(make()[0], 90) for make in ahead.forward_launches(p) + ahead.backward_launches(p)}
+        return {request_of(make()[0], 90) for make in aot.forward_launches(p) + aot.backward_launches(p)}
 
     shared = {request.kernel for request in requests(masks.causal) & requests(lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3)}
     assert shared == {"hopper_forward", "prepare_backward", "hopper_backward"}
@@ -113,11 +113,11 @@ def test_masks_share_the_large_kernels() -> None:
 
 def test_a_table_of_distances_costs_loads_alone() -> None:
     """Where all places lie before the end, what the compiler knows of them is part of the loads' instructions: a thread's 64 have two addresses."""
-    from tilewise.engines.gluon import ahead
+    from tilewise.engines.gluon import aot
 
     table = torch.empty(4, 2 * 512 - 1, device="meta")
     p = problem(128, mask=masks.causal, score=lambda s, b, h, q, kv: s + table[h, q - kv + 511])
-    code = machine_code(ahead.forward_launches(p)[0]()[0], 90)
+    code = machine_code(aot.forward_launches(p)[0]()[0], 90)
     loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
     assert len(loops) == 2
     for body in loops:
@@ -126,13 +126,13 @@ def test_a_table_of_distances_costs_loads_alone() -> None:
 
 
 def test_patches_keep_the_loop_in_order() -> None:
-    from tilewise.engines.gluon import ahead
-    from tilewise.engines.gluon.patches import width
+    from tilewise.engines.gluon import aot
+    from tilewise.engines.gluon.patches import grid_width
 
     query = torch.empty(1, 2, 128 * 128, 128, dtype=torch.bfloat16, device="meta")
     p = make_problem(query, query, query, masks.neighborhood((128, 128), 13), None, Options())[0]
-    assert width(p) == 128
-    for launches, kernel in ((ahead.forward_launches(p), 0), (ahead.backward_launches(p), 1)):
+    assert grid_width(p) == 128
+    for launches, kernel in ((aot.forward_launches(p), 0), (aot.backward_launches(p), 1)):
         code = machine_code(launches[kernel]()[0], 90)
         loops = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
         assert len(loops) == 2 and all([spills(body) == 0 for body in loops])

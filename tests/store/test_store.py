@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import store
+from tilewise.core import store
 
 KEY = "ab" * 32
 PARTS = {"facts": b"{}", "cubin": bytes(range(256)) * 40}
@@ -73,16 +73,20 @@ def test_a_killed_builder_does_not_block_the_others() -> None:
     assert "read" in second.communicate(timeout=30)[0]
 
 
-@pytest.mark.parametrize("damage", [
-    lambda raw: b"",
-    lambda raw: raw[: len(raw) // 2],
-    lambda raw: raw[:-1],
-    lambda raw: raw[:200] + bytes([raw[200] ^ 1]) + raw[201:],
-    lambda raw: raw + b"more",
-    lambda raw: b"something else entirely",
-    lambda raw: store.MAGIC + b"[1, 2]\n",
-    lambda raw: store.MAGIC + b"not json\n",
-], ids=["empty", "half", "one byte short", "one bit", "longer", "foreign", "odd header", "no header"])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: b"",
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: raw[:-1],
+        lambda raw: raw[:200] + bytes([raw[200] ^ 1]) + raw[201:],
+        lambda raw: raw + b"more",
+        lambda raw: b"something else entirely",
+        lambda raw: store.MAGIC + b"[1, 2]\n",
+        lambda raw: store.MAGIC + b"not json\n",
+    ],
+    ids=["empty", "half", "one byte short", "one bit", "longer", "foreign", "odd header", "no header"],
+)
 def test_a_damaged_entry_counts_as_missing_and_is_replaced(damage) -> None:
     """Row 24."""
     store.write(KEY, PARTS)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.operations import Operations
-from tests.tiles.brute import check_map, dense_mask
+from tests.support.brute import check_map, dense_mask
+from tests.support.operations import Operations
 from tilewise import masks
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
@@ -81,7 +81,7 @@ MASKS = {
     "or": Case(lambda q, k: masks.causal | masks.global_tokens(2)),
     "not": Case(lambda q, k: ~(masks.causal & masks.sliding_window(20))),
     "nothing": Case(lambda q, k: ~masks.full),
-}  # fmt: skip
+}
 
 
 def unsorted(q_len: int, kv_len: int) -> Any:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.tiles.brute import check_map, dense_mask
-from tilewise import masks, plan
+from tests.support.brute import check_map, dense_mask
+from tilewise import masks
+from tilewise.core import map_cache
+from tilewise.core.map_cache import MapCache, maps
 from tilewise.lang import trace_mask
-from tilewise.plan import MapCache, maps
 from tilewise.tiles import Geometry, TileMap
 
 CPU = torch.device("cpu")
@@ -263,7 +264,7 @@ def test_from_many_threads() -> None:
         for done in [pool.submit(work, n) for n in range(8)]:
             done.result()
     assert maps.built - before <= 8 * 10 * 2 + 8
-    assert len(maps._maps) <= plan.CACHED_MAPS
+    assert len(maps._maps) <= map_cache.CACHED_MAPS
     assert built_during(lambda: attend(shared)) == 0
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tests.tiles.brute import check_map, dense_mask, elements_of
+from tests.support.brute import check_map, dense_mask, elements_of
 from tilewise.tiles import build, look, runs
 
 BATCH, HEADS = 2, 2
@@ -40,9 +40,14 @@ def binary(f: Callable[[Any, Any], Any]) -> Callable[[Expression, Expression], E
 
 def grow_integers(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression]:
     two = [
-        binary(lambda x, y: x + y), binary(lambda x, y: x - y), binary(lambda x, y: x * y),
-        binary(torch.minimum), binary(torch.maximum), binary(lambda x, y: torch.where(x > y, x, -y)), binary(lambda x, y: x ^ y),
-    ]  # fmt: skip
+        binary(lambda x, y: x + y),
+        binary(lambda x, y: x - y),
+        binary(lambda x, y: x * y),
+        binary(torch.minimum),
+        binary(torch.maximum),
+        binary(lambda x, y: torch.where(x > y, x, -y)),
+        binary(lambda x, y: x ^ y),
+    ]
     loads = [lambda i: INTEGERS[i % 40 - 20], lambda i: SORTED[i.clamp(0, 19)], lambda i: TABLE[i % 5, (i // 3) % 7]]
     return st.one_of(
         st.builds(lambda f, x, y: f(x, y), st.sampled_from(two), inner, inner),
@@ -63,16 +68,12 @@ integers = st.recursive(st.sampled_from([leaf("q"), leaf("kv"), leaf("q"), leaf(
 def grow_floats(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression]:
     one = [torch.sqrt, torch.exp, torch.tanh, torch.sin, torch.floor, torch.sigmoid, lambda v: v * 0.3 - 1.7, lambda v: 1.5 / v]
     two = [binary(lambda x, y: x + y), binary(lambda x, y: x * y), binary(lambda x, y: x - y), binary(torch.maximum), binary(lambda x, y: x / y)]
-    return st.one_of(
-        st.builds(lambda f, x: unary(f)(x), st.sampled_from(one), inner), st.builds(lambda f, x, y: f(x, y), st.sampled_from(two), inner, inner)
-    )
+    return st.one_of(st.builds(lambda f, x: unary(f)(x), st.sampled_from(one), inner), st.builds(lambda f, x, y: f(x, y), st.sampled_from(two), inner, inner))
 
 
 floats = st.recursive(
     st.one_of(
-        st.builds(unary(lambda v: v / 4), integers),
-        st.builds(unary(lambda v: v.float()), integers),
-        st.builds(unary(lambda v: FLOATS[v % 9]), integers),
+        st.builds(unary(lambda v: v / 4), integers), st.builds(unary(lambda v: v.float()), integers), st.builds(unary(lambda v: FLOATS[v % 9]), integers)
     ),
     grow_floats,
     max_leaves=3,

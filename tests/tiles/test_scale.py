@@ -9,7 +9,7 @@ import torch
 from benchmarks.common import MIB, in_subprocess, peak_growth
 
 import tilewise as tw
-from tests.tiles.brute import check_runs
+from tests.support.brute import check_runs
 from tilewise import masks
 from tilewise.tiles import EMPTY, FULL, PARTIAL, TileMap
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
-from tests.tiles.brute import check_map, check_runs, dense_mask, elements_of
-from tests.tiles.varied import BATCH, HEADS, KEYS, QUERIES, TILE, attended, given_map, random_states, varied_map
+from tests.support.brute import check_map, check_runs, dense_mask, elements_of
+from tests.support.varied import BATCH, HEADS, KEYS, QUERIES, TILE, attended, given_map, random_states, varied_map
 from tilewise import masks
 from tilewise.errors import InputError
 from tilewise.tiles import from_block_mask
@@ -17,9 +17,22 @@ from tilewise.tiles import from_block_mask
 # -- tensors as masks ------------------------------------------------------------------------------------------------
 
 SHAPES = [
-    (BATCH, HEADS, QUERIES, KEYS), (1, HEADS, QUERIES, KEYS), (BATCH, 1, QUERIES, KEYS), (1, 1, QUERIES, KEYS), (BATCH, 1, 1, KEYS),
-    (BATCH, HEADS, QUERIES, 1), (1, 1, 1, 1), (HEADS, QUERIES, KEYS), (1, QUERIES, KEYS), (QUERIES, KEYS), (1, KEYS), (QUERIES, 1), (1, 1), (KEYS,), (1,),
-]  # fmt: skip
+    (BATCH, HEADS, QUERIES, KEYS),
+    (1, HEADS, QUERIES, KEYS),
+    (BATCH, 1, QUERIES, KEYS),
+    (1, 1, QUERIES, KEYS),
+    (BATCH, 1, 1, KEYS),
+    (BATCH, HEADS, QUERIES, 1),
+    (1, 1, 1, 1),
+    (HEADS, QUERIES, KEYS),
+    (1, QUERIES, KEYS),
+    (QUERIES, KEYS),
+    (1, KEYS),
+    (QUERIES, 1),
+    (1, 1),
+    (KEYS,),
+    (1,),
+]
 
 
 def random_tensor(shape: tuple[int, ...]) -> Tensor:

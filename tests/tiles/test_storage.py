@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.tiles.brute import elements_of
-from tests.tiles.varied import BATCH, HEADS, KEYS, QUERIES, REACH, TILE, given_map, random_states, varied_dense, varied_map
+from tests.support.brute import elements_of
+from tests.support.varied import BATCH, HEADS, KEYS, QUERIES, REACH, TILE, given_map, random_states, varied_dense, varied_map
 from tilewise import masks
 from tilewise.errors import InputError
 from tilewise.tiles import TileMap
@@ -38,7 +38,7 @@ def saved_maps() -> dict[str, TileMap]:
         "given, no mask": given_map(random_states(2, 2, 4, 3), 30, 20, (8, 8)),
         "empty": tw.tile_map(masks.causal, q_len=0, kv_len=0),
         "nothing allowed": tw.tile_map(~masks.full, q_len=10, kv_len=10, tile=(4, 4)),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", saved_maps())
@@ -171,7 +171,7 @@ BAD_HEADERS = {
     "missing number": {"mask": {"program": ";index q;int 4;lt - 0 1;-> 2", "ints": [], "floats": []}},
     "missing capture": {"mask": {"program": "bool:1;index q;load 0 0;-> 1", "ints": [], "floats": []}},
     "bad float": {"mask": {"program": ";index q;float 0;lt - 0 1;-> 2", "ints": [], "floats": ["x"]}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
@@ -196,7 +196,7 @@ BAD_RUNS = {  # of a causal map of 4 x 4 tiles: partial (0, 0) (1, 1) (2, 2) (3,
     "missing": {"partial.start": None},
     "too short": {"partial.start": int32([0, 1])},
     "odd bytes": {"partial.start": b"abc"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_RUNS)

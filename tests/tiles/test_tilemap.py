@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.tiles.brute import check_map, check_runs, elements_of, states_of
-from tests.tiles.varied import KEYS, QUERIES, TILE, attended, given_map, random_states, varied_dense, varied_map
+from tests.support.brute import check_map, check_runs, elements_of, states_of
+from tests.support.varied import KEYS, QUERIES, TILE, attended, given_map, random_states, varied_dense, varied_map
 from tilewise import masks
 from tilewise.errors import InputError
 from tilewise.tiles import EMPTY, TileMap, draw, tilemap
@@ -35,7 +35,7 @@ SLICES = {
     "all tiles in another order": ((0, 0, torch.tensor([5, 0, 1, 2, 3, 4])), [0], [0], [*range(40, 45), 44, 44, 44, *range(40)]),
     "nothing": ((slice(0, 0),), slice(0, 0), slice(None), slice(None)),
     "no query tiles": ((0, 0, slice(3, 3)), slice(0, 1), slice(0, 1), slice(0, 0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SLICES)
@@ -88,7 +88,7 @@ def test_slice_of_a_given_map() -> None:
         ("batch", "does not fit a tile map dimension of 3"),
         (1.5, "does not fit a tile map dimension of 3"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_index_a_map(index: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         varied_map()[index]

@@ -1,8 +1,9 @@
 """The engines: each computes the same meaning in its own way."""
 
-from tilewise.engines.base import AGAIN, Engine, Gradients, Output
-from tilewise.engines.direct import is_plain, run_directly
-from tilewise.engines.operator import arguments
+from tilewise.core.output import Gradients, Output
+from tilewise.engines.autograd import run_eager
+from tilewise.engines.base import Engine, Request, is_plain
 from tilewise.engines.registry import ENGINES, engine_named
+from tilewise.engines.torch_op import arguments
 
-__all__ = ["AGAIN", "ENGINES", "Engine", "Gradients", "Output", "arguments", "engine_named", "is_plain", "run_directly"]
+__all__ = ["ENGINES", "Engine", "Gradients", "Output", "Request", "arguments", "engine_named", "is_plain", "run_eager"]

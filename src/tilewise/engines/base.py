@@ -1,47 +1,48 @@
 """What an engine is: it refuses with a reason, or computes the forward and the backward of a problem."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from tilewise.problem import Problem
-
-
-class Output(NamedTuple):
-    """out (B, H, Sq, Dv) in the query's dtype; lse and the highest score of each row (B, H, Sq), fp32 or fp64, natural logarithm."""
-
-    out: Tensor
-    lse: Tensor
-    highest: Tensor
+from tilewise.core.output import Gradients, Output
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
 
 
-AGAIN = "again"  # where the memory of a remembered call has a short way, or None as long as its engine has left none
-Again = Callable[[Tensor, Tensor, Tensor], Output | None]  # the forward of query, key and value like the problem's; None: take the long way
+class Request(NamedTuple):
+    """What was asked of an engine beyond the problem itself."""
 
-
-@dataclass
-class Gradients:
-    """Gradients of the inputs; those of the score's captures by slot."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None = None
-    captures: dict[int, Tensor] = field(default_factory=dict)
+    backend: str
+    source: str  # where the backend was named
+    needs_lse: bool
+    seeded: bool  # the user fixed the dropout's seed
 
 
 class Engine(ABC):
     name: str
     summary: str
-    copies_worth = 256  # keys that a query must be spared to pay for copies of query, key, value and output in another order: measured on a CPU
+    serves: ClassVar[Mapping[str, int]] = {}  # the intents ("auto", "flex", ...) it may be chosen for, and its place in the order in which engines are asked
+    is_fused: ClassVar[bool] = True  # one kernel, which keeps masked NaNs out and is no slower than torch's SDPA
+    takes_dense_mask: ClassVar[bool] = False  # Problem.dense_mask
+    looks_at_contents: ClassVar[bool] = False  # whether it serves a masked problem may depend on what the tensors hold: such a choice is not remembered
+    is_torch_function: ClassVar[bool] = False  # forward() is made of torch's own operations: autograd and torch.compile see through it, backward() is theirs
+    min_keys_spared: ClassVar[int] = 256  # keys that a query must be spared to pay for permuted copies of query, key, value and output: measured on a CPU
 
     @abstractmethod
     def refuse(self, problem: Problem) -> str | None:
         """Why this engine cannot serve the problem, with the values at fault; None if it can."""
+
+    def refuse_request(self, problem: Problem, request: Request) -> str | None:
+        """Why it cannot give what was asked for beyond the problem; None if it can."""
+        return None
+
+    def defers(self, problem: Problem, others: "tuple[Engine, ...]") -> str | None:
+        """Why another engine should serve a problem that this one could, unless it was asked for by name; `others` are asked after this one."""
+        return None
 
     def says(self, problem: Problem) -> str:
         """What it does with a problem it serves."""
@@ -52,14 +53,18 @@ class Engine(ABC):
         return None
 
     def own_strips(self, problem: Problem) -> tuple[int, ...] | None:
-        """The strips (order.py) in which it reads a grid's points by itself, without copies; None if it takes tokens as they come."""
+        """The strips (frontend/token_order.py) in which it reads a grid's points by itself, without copies; None if it takes tokens as they come."""
         return None
 
-    @abstractmethod
-    def forward(self, problem: Problem) -> Output: ...
+    def plan(self, problem: Problem) -> Plan:
+        """What it keeps for calls like this one."""
+        return Plan()
 
     @abstractmethod
-    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+    def forward(self, problem: Problem, plan: Plan) -> Output: ...
+
+    @abstractmethod
+    def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         """`wanted` are the slots of the score's captures whose gradient is asked for."""
 
 
@@ -87,8 +92,27 @@ def like_rows(query: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=query.device).expand(query.shape[:3])
 
 
-def on_boundaries(t: Tensor) -> bool:
-    """Whether rows of consecutive elements begin on 16 bytes, as copies of 16 bytes need it. torch.compile knows no addresses: there, they are taken
+def rows_are_aligned(t: Tensor) -> bool:
+    """Whether rows of consecutive elements begin on 16 bytes, as loads of 16 bytes need it. torch.compile knows no addresses: there, they are taken
     to be good, and an engine has to look again when it runs."""
     known = torch.compiler.is_compiling() or t.data_ptr() % 16 == 0
     return known and t.stride(3) == 1 and all([s * t.element_size() % 16 == 0 for s in t.stride()[:3]])
+
+
+def sinks_gradient(problem: Problem, output: Output, delta: Tensor) -> Tensor | None:
+    """-sum over batch and rows of delta * exp(sink - lse): the sink's weight in the softmax, times the shared part of dS."""
+    if problem.sinks is None:
+        return None
+    sinks = problem.sinks.to(output.lse.dtype).view(1, -1, 1)
+    weight = torch.where(output.lse == -torch.inf, 0.0, torch.exp(sinks - output.lse))
+    return -(weight * delta).sum((0, 2)).to(problem.sinks.dtype)
+
+
+PLAIN = (Tensor, Parameter)
+
+
+def is_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing but eager autograd watches these tensors: no torch.compile, fake tensors, tensor subclasses or torch.func transforms."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all([type(t) in PLAIN for t in tensors])

@@ -3,7 +3,7 @@
 Memory is O(N), forward and backward: only one strip of scores exists at a time. Empty tiles are never visited, full ones
 never masked. A strip is one query tile against a stretch of neighbouring key tiles, which keeps the products large.
 
-Forward, for each strip (m: highest score so far, l: sum of weights, acc: weighted values, all of the query tile):
+Forward, for each strip (m: max_score score so far, l: sum of weights, acc: weighted values, all of the query tile):
 
     s = score(scale * q k^T), -inf where masked      m' = max(m, max s)      p = exp(s - m')
     l = l exp(m - m') + sum p                        acc = acc exp(m - m') + dropout(p) v
@@ -13,18 +13,21 @@ Backward, from lse (P = exp(s - lse), delta = dO . O - dlse):
     dV += dropout(P)^T dO     dS = P (dropout(dO V^T) - delta)     dscore = dS * score'     dQ += scale dscore K     dK += scale dscore^T Q
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Engine, Gradients, Output, scalar_seed
+from tilewise.core.map_cache import map_of
+from tilewise.core.output import Gradients, Output
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.engines.base import Engine, scalar_seed, sinks_gradient
 from tilewise.engines.dropout import keep_scale, kept
-from tilewise.engines.select import mix
+from tilewise.engines.masked_matmul import mix
 from tilewise.lang import Derivative, derive, evaluate, interpret, wrapped
-from tilewise.plan import map_of
-from tilewise.problem import Problem
 from tilewise.tiles import TileMap
 
 TILE = (128, 128)
@@ -125,8 +128,7 @@ class _Work:
         ranges = {"b": strip.part.batch, "h": strip.part.heads, "q": strip.q, "kv": strip.kv}
         device = self.problem.device
         return {
-            name: torch.arange(s.start, s.stop, device=device).view([-1 if d == axis else 1 for d in range(4)])
-            for axis, (name, s) in enumerate(ranges.items())
+            name: torch.arange(s.start, s.stop, device=device).view([-1 if d == axis else 1 for d in range(4)]) for axis, (name, s) in enumerate(ranges.items())
         }
 
     def by_head(self, scores: Tensor, strip: Strip) -> Tensor:
@@ -159,6 +161,8 @@ class _Work:
 class BlockedEngine(Engine):
     name = "blocked"
     summary = "tiles of plain torch operations; O(N) memory; needs no compiler"
+    serves: ClassVar[Mapping[str, int]] = {"auto": 4, "flex": 3, "flash": 4}
+    is_fused = False
 
     def refuse(self, problem: Problem) -> str | None:
         return None
@@ -166,24 +170,24 @@ class BlockedEngine(Engine):
     def tile(self, problem: Problem) -> tuple[int, int]:
         return TILE
 
-    def forward(self, problem: Problem) -> Output:
+    def forward(self, problem: Problem, plan: Plan) -> Output:
         p, work, walk = problem, _Work(problem), Walk(problem)
         shape = (p.batch, p.heads, p.q_len)
         out = torch.zeros((*shape, p.v_dim), dtype=p.dtype, device=p.device)
         lse = torch.full(shape, -torch.inf, dtype=work.inner, device=p.device)
-        highest = torch.full_like(lse, -torch.inf)
+        max_score = torch.full_like(lse, -torch.inf)
         for part in walk.parts():
             for at, q in walk.query_tiles():
                 place = (part.batch, part.heads, q)
-                out[place], lse[place], highest[place] = _forward_rows(work, walk, part, at, q)
-        return Output(out, lse, highest)
+                out[place], lse[place], max_score[place] = _forward_rows(work, walk, part, at, q)
+        return Output(out, lse, max_score)
 
-    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+    def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         return _Backward(problem, output, grad_out, grad_lse, wanted).run()
 
 
 def _forward_rows(work: _Work, walk: Walk, part: Part, at: int, q: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and highest score of one query tile."""
+    """out, lse and max_score score of one query tile."""
     p = work.problem
     q_rows = work.rows_of(p.query, part, q)
     shape = (part.batch.stop - part.batch.start, part.heads.stop - part.heads.start, q.stop - q.start)
@@ -245,16 +249,7 @@ class _Backward:
             for at, q in self.walk.query_tiles():
                 self._rows(part, at, q)
         captures = {k: g.to(p.score.captures[k].dtype) for k, g in self.d_captures.items()} if p.score is not None else {}
-        return Gradients(self.d_query, self.d_key.to(p.dtype), self.d_value.to(p.dtype), self._sinks(), captures)
-
-    def _sinks(self) -> Tensor | None:
-        """A sink is a key of weight exp(sink - lse) whose value is 0."""
-        p = self.problem
-        if p.sinks is None:
-            return None
-        lse = self.output.lse
-        weight = torch.where(lse == -torch.inf, 0.0, torch.exp(p.sinks.to(self.work.inner).view(1, -1, 1) - lse))
-        return -(weight * self.delta.squeeze(-1)).sum((0, 2)).to(p.sinks.dtype)
+        return Gradients(self.d_query, self.d_key.to(p.dtype), self.d_value.to(p.dtype), sinks_gradient(p, self.output, self.delta.squeeze(-1)), captures)
 
     def _rows(self, part: Part, at: int, q: slice) -> None:
         p, work = self.problem, self.work

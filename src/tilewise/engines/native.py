@@ -1,13 +1,16 @@
 """The native engine: torch's scaled_dot_product_attention, for what it can express. Also the way to cuDNN."""
 
 import threading
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Engine, Gradients, Output, on_boundaries
-from tilewise.problem import Problem
+from tilewise.core.output import Output
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.engines.base import Engine, Request, is_plain, rows_are_aligned
 from tilewise.tiles import dense_capture
 
 SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, also where somebody replaced the name in torch.nn.functional
@@ -17,14 +20,20 @@ class _OwnCall(threading.local):
     running = False
 
 
+NOTHING = torch.empty(0), torch.empty(0)
 own_call = _OwnCall()  # whether SDPA is being called by tilewise itself: those who intercept or watch SDPA leave that call alone
 
 
 class NativeEngine(Engine):
-    """Called outside the tilewise operator: torch differentiates it itself."""
+    """lse and max_score are empty: SDPA does not return them."""
 
     name = "native"
     summary = "torch SDPA, for problems it can express"
+    serves: ClassVar[Mapping[str, int]] = {"auto": 0, "flash": 3}
+    is_fused = False
+    is_torch_function = True
+    takes_dense_mask = True
+    looks_at_contents = True
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.score is not None or problem.sinks is not None:
@@ -35,37 +44,64 @@ class NativeEngine(Engine):
             return "SDPA takes no mask but causal and a tensor of (queries, keys)"
         if problem.kv_len == 0 or problem.q_len == 0 or problem.batch == 0 or problem.heads == 0:
             return f"SDPA does not define empty problems, got {problem.describe()}"
-        if problem.device.type == "cuda" and not all([on_boundaries(t) for t in (problem.query, problem.key, problem.value)]):
+        if problem.device.type == "cuda" and not all([rows_are_aligned(t) for t in (problem.query, problem.key, problem.value)]):
             return "SDPA's CUDA kernels need rows of consecutive elements that begin on 16 bytes"
         if problem.deterministic and problem.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
             return "SDPA is deterministic on CUDA only under torch.use_deterministic_algorithms(True)"
         return None
 
-    def call(self, problem: Problem) -> Tensor:
-        return self.call_with(problem, self._dense(problem), problem.is_causal_only)
+    def refuse_request(self, problem: Problem, request: Request) -> str | None:
+        if request.needs_lse:
+            return "SDPA does not return lse"
+        if problem.dropout_p > 0 and request.backend != self.name:
+            return "SDPA draws its own random numbers for dropout, so only backend='native' uses them"
+        if problem.dropout_p > 0 and request.seeded:
+            return "SDPA's dropout takes no seed"
+        return None
 
-    def call_with(self, problem: Problem, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """SDPA with a mask as torch takes it, which the problem need not know of."""
+    def defers(self, problem: Problem, others: tuple[Engine, ...]) -> str | None:
+        fused = problem.device.type == "cpu" and any([e.is_fused and e.refuse(problem) is None for e in others])
+        if problem.mask is not None:
+            return self._leaks(problem, fused)
+        if problem.dtype.itemsize == 2 and fused:
+            return "the C++ engine computes 16-bit inputs faster, and their gradients several times as fast"
+        return None
+
+    def _leaks(self, problem: Problem, fused: bool) -> str | None:
+        """Why SDPA would not keep masked keys out: it multiplies them by 0, and 0 * NaN is NaN."""
+        if not problem.is_causal_only:
+            return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
+        if fused:
+            return "SDPA lets NaN in masked keys through; the C++ engine keeps them out and is no slower"
+        if problem.device.type != "cpu" or not is_plain(problem.tensors):
+            return "SDPA lets NaN in masked keys through and nobody can look for them now, so it gets a causal mask only when asked for by name"
+        if not all([bool(t.detach().sum(dtype=problem.inner_dtype).isfinite()) for t in (problem.key, problem.value)]):
+            return "key or value holds NaN or Inf (or values near the end of its range), which SDPA lets through a causal mask"
+        return None
+
+    def forward(self, problem: Problem, plan: Plan) -> Output:
+        mask = problem.dense_mask if problem.dense_mask is not None else self._dense(problem)
         own_call.running = not torch.compiler.is_compiling()
         try:
-            return SDPA(
-                problem.query, problem.key, problem.value, attn_mask=mask, dropout_p=problem.dropout_p,
-                is_causal=is_causal, scale=problem.scale, enable_gqa=problem.heads != problem.kv_heads,
-            )  # fmt: skip
+            out = SDPA(
+                problem.query,
+                problem.key,
+                problem.value,
+                attn_mask=mask,
+                dropout_p=problem.dropout_p,
+                is_causal=problem.is_causal_only,
+                scale=problem.scale,
+                enable_gqa=problem.heads != problem.kv_heads,
+            )
         finally:
             own_call.running = False
+        return Output(out, *NOTHING)
+
+    def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> NoReturn:
+        raise NotImplementedError("torch differentiates its SDPA itself")
 
     @staticmethod
     def _dense(problem: Problem) -> Tensor | None:
         if problem.mask is None or problem.is_causal_only:
             return None
         return dense_capture(problem.mask, (problem.batch, problem.heads, problem.q_len, problem.kv_len))
-
-    def forward(self, problem: Problem) -> Output:
-        return self._outside()
-
-    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-        return self._outside()
-
-    def _outside(self) -> NoReturn:
-        raise NotImplementedError("the native engine is called directly, not through the tilewise operator")

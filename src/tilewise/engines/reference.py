@@ -1,19 +1,21 @@
 """The reference engine: dense, written to be read. It defines what every other engine must compute."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Engine, Gradients, Output, scalar_seed
+from tilewise.core.output import Gradients, Output
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.engines.base import Engine, scalar_seed
 from tilewise.engines.dropout import keep_scale, kept
-from tilewise.engines.select import mix
-from tilewise.lang import Call, CaptureSpec, evaluate
+from tilewise.engines.masked_matmul import mix
+from tilewise.lang import BoundProgram, CaptureSpec, evaluate
 from tilewise.lang.program import Tape, finish
 from tilewise.lang.types import NAME_OF
-from tilewise.problem import Problem
 from tilewise.tiles import FULL, PARTIAL, TileMap
 
 
@@ -60,7 +62,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     return finite + (q.detach() @ k.detach().transpose(-1, -2) - finite.detach())
 
 
-def changed(score: Call, scores: Tensor, at: dict[str, Tensor], permitted: Tensor | None) -> Tensor:
+def changed(score: BoundProgram, scores: Tensor, at: dict[str, Tensor], permitted: Tensor | None) -> Tensor:
     """What the score functions make of the scores, -inf where not permitted.
 
     Their derivative is taken only where the result is attended: elsewhere it may be infinite or NaN, which times 0 is NaN.
@@ -108,11 +110,11 @@ def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Outpu
     scores = torch.where(attended, scores, -torch.inf)  # no gradient passes here, not even a NaN
 
     # A row with nothing to attend has maximum -inf; measuring it from 0 makes its weights 0 instead of NaN.
-    highest = scores.detach().amax(-1, keepdim=True) if problem.kv_len else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-    ceiling, sink = highest, None
+    max_score = scores.detach().amax(-1, keepdim=True) if problem.kv_len else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    ceiling, sink = max_score, None
     if problem.sinks is not None:
         sink = problem.sinks.to(inner).view(1, -1, 1, 1)
-        ceiling = torch.maximum(highest, sink.detach())
+        ceiling = torch.maximum(max_score, sink.detach())
     base = torch.where(ceiling == -torch.inf, 0.0, ceiling)
     weights = torch.exp(scores - base)
     total = weights.sum(-1, keepdim=True)
@@ -126,10 +128,10 @@ def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Outpu
         keep = kept(problem.dropout_p, scalar_seed(problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
         weights = torch.where(keep, weights * keep_scale(problem.dropout_p), 0.0)
     out = _Mix.apply(weights, v, attended)
-    return Output(out, lse, highest.squeeze(-1))
+    return Output(out, lse, max_score.squeeze(-1))
 
 
-def widened(call: Call) -> Call:
+def widened(call: BoundProgram) -> BoundProgram:
     """Captures as float64, rounded back after each load: no value changes, but their gradients add up in float64."""
     captures = tuple(t.double() if t.is_floating_point() else t for t in call.captures)
     specs = tuple(CaptureSpec(NAME_OF[t.dtype], t.dim()) for t in captures)
@@ -140,7 +142,7 @@ def widened(call: Call) -> Call:
             place.append(tape.put("cast", (tape.load(int(attr), specs[int(attr)].dtype, at),), type.dtype, type))
         else:
             place.append(tape.put(op, at, attr, type))
-    return Call(finish(tape, tuple(place[k] for k in call.program.results), specs), captures, call.ints, call.floats)
+    return BoundProgram(finish(tape, tuple(place[k] for k in call.program.results), specs), captures, call.ints, call.floats)
 
 
 @contextmanager
@@ -154,15 +156,17 @@ def recorded() -> Iterator[None]:
 class ReferenceEngine(Engine):
     name = "reference"
     summary = "dense, the definition of right; never chosen by itself"
+    serves: ClassVar[Mapping[str, int]] = {"math": 0}
+    is_fused = False
 
     def refuse(self, problem: Problem) -> str | None:
         return None
 
-    def forward(self, problem: Problem) -> Output:
-        out, lse, highest = dense_attention(problem)
-        return Output(out.to(problem.dtype), lse, highest)
+    def forward(self, problem: Problem, plan: Plan) -> Output:
+        out, lse, max_score = dense_attention(problem)
+        return Output(out.to(problem.dtype), lse, max_score)
 
-    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+    def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         """Autograd through the dense computation."""
         from dataclasses import replace
 

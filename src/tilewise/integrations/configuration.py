@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from tilewise.dispatch import names
 from tilewise.errors import BackendError, InputError
+from tilewise.frontend.dispatch import names
+from tilewise.frontend.interception import LOOKS_LIKE_ATTENTION
 from tilewise.integrations import diffusers, transformers
 from tilewise.integrations.routing import Route, route
-from tilewise.watching import LOOKS_LIKE_ATTENTION
 
 KEY = "attention_mechanism"
 logger = logging.getLogger("tilewise")
@@ -139,5 +139,3 @@ def _read(path: Path) -> Any:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is no JSON: {error}") from error
-
-

@@ -1,7 +1,7 @@
 """diffusers: tilewise as a backend of its attention dispatcher.
 
-    tilewise.integrations.diffusers.register()
-    with attention_backend("tilewise"): ...          # or model.set_attention_backend("tilewise")
+tilewise.integrations.diffusers.register()
+with attention_backend("tilewise"): ...          # or model.set_attention_backend("tilewise")
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.dispatch import requested_backend
 from tilewise.errors import BackendError, InputError
 from tilewise.flex import mask_for
+from tilewise.frontend.dispatch import requested_backend
 from tilewise.functional import attend
 
 NAME, FLEX = "tilewise", "flex"
@@ -97,32 +97,55 @@ def _remove_member(names: Any, name: str, value: str) -> None:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
     return _attend(None, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _parallel_config)
 
 
 def _flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
     asked = requested_backend(None)[1] != "the default"
     return _attend(None if asked else FLEX, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _parallel_config)
 
 
 def _attend(
-    backend: str | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool, return_lse: bool, parallel: Any,
-) -> Any:  # fmt: skip
+    backend: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    parallel: Any,
+) -> Any:
     """diffusers' tensors are (batch, sequence, heads, head dim), and so is the output; its lse is (batch, sequence, heads)."""
     if parallel is not None:
         raise BackendError("the tilewise backend has no context parallelism; use diffusers' `native` backend with enable_parallelism(), or one device")
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     mask = _as_four_dimensional(attn_mask, q, k) if isinstance(attn_mask, Tensor) else mask_for(attn_mask, q, k)
-    found = attend(
-        q, k, v, mask, backend=backend, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse
-    )
+    found = attend(q, k, v, mask, backend=backend, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
     return (found[0].transpose(1, 2), found[1].transpose(1, 2)) if return_lse else found.transpose(1, 2)
 
 

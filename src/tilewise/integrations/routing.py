@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tilewise.dispatch import attention_backend, check_name
 from tilewise.errors import InputError
-from tilewise.interception import intercept_sdpa
+from tilewise.frontend.dispatch import attention_backend, check_name
+from tilewise.functional import intercept_sdpa
 
 
 class Route:

@@ -1,6 +1,6 @@
 """SimpleTuner: `"attention_mechanism": "tilewise"` in its config.json, and `"flex"` served by tilewise.
 
-    tilewise.integrations.simpletuner.register()      # before the trainer starts
+tilewise.integrations.simpletuner.register()      # before the trainer starts
 """
 
 from collections import Counter
@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from tilewise.dispatch import Served, attention_backend, observers, requested_backend
 from tilewise.errors import BackendError
+from tilewise.frontend.dispatch import Served, attention_backend, observers, requested_backend
 from tilewise.functional import scaled_dot_product_attention
 from tilewise.integrations import diffusers
 
@@ -142,9 +142,15 @@ def _give_sdpa_back() -> None:
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

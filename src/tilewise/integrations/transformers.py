@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise import masks, scores, tensor_masks
+from tilewise import masks, scores
 from tilewise.attention import attention
 from tilewise.errors import BackendError, InputError
 from tilewise.flex import mask_for
+from tilewise.frontend import mask_tensors
 from tilewise.masks import Mask
 
 NAME = "tilewise"
@@ -46,9 +47,15 @@ def _interfaces() -> tuple[Any, Any]:
 
 
 def make_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None, **_: Any,
-) -> Any:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> Any:
     """transformers' mask interface: a function of positions, offsets, and a boolean (batch, keys) padding mask, as one mask.
 
     The other arguments say how a tensor would be made, which none is.
@@ -102,7 +109,7 @@ def _padding(keep: Tensor | None, kv_length: int, kv_offset: int) -> Mask | None
     keep = torch.nn.functional.pad(keep.bool(), (0, missing)) if missing > 0 else keep.bool()
     visible = keep[:, kv_offset : kv_offset + kv_length]
     if not torch.compiler.is_compiling():
-        reading = tensor_masks.read(visible[:, None, None, :], (visible.shape[0], 1, 1, visible.shape[1]))
+        reading = mask_tensors.read(visible[:, None, None, :], (visible.shape[0], 1, 1, visible.shape[1]))
         assert reading is not None
         return reading.mask
     return Mask(lambda b, h, q, kv: visible[b, kv], "key_padding")
@@ -112,10 +119,20 @@ def _padding(keep: Tensor | None, kv_length: int, kv_offset: int) -> Mask | None
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, dropout: float = 0.0,
-    softcap: float | None = None, sliding_window: int | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-    is_causal: bool | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention interface: (batch, heads, sequence, head dim) in, (batch, sequence, heads, head dim) out."""
     _refuse(kwargs)
     mask, added = _mask_and_bias(module, query, key, attention_mask, sliding_window, is_causal)
@@ -148,7 +165,7 @@ def _mask_and_bias(
     if not isinstance(given, Tensor):
         return mask_for(given, query, key), None
     given = given[..., : key.shape[2]]  # of a static cache the mask may cover more than was written
-    reading = tensor_masks.read(given, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+    reading = mask_tensors.read(given, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is not None:
         return reading.mask, reading.score
     return (given, None) if given.dtype == torch.bool else (None, scores.bias(given))

@@ -2,15 +2,35 @@
 
 from tilewise.lang.bounds import Bounds
 from tilewise.lang.derive import Derivative, LoadSite, derive
-from tilewise.lang.factors import factored
+from tilewise.lang.factors import Factored, factored
 from tilewise.lang.interpret import evaluate, interpret, wrapped
 from tilewise.lang.intervals import Interval, point, steps
-from tilewise.lang.program import INDICES, Call, CaptureSpec, Program, parse
+from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Program, parse
 from tilewise.lang.rewrite import gathered, in_patches, shifted
 from tilewise.lang.trace import name_of, trace_mask, trace_score
 
 __all__ = [
-    "INDICES", "Bounds", "Call", "CaptureSpec", "Derivative", "Interval", "LoadSite", "Program",
-    "derive", "evaluate", "factored", "gathered", "in_patches", "interpret", "name_of", "parse", "point", "shifted", "steps",
-    "trace_mask", "trace_score", "wrapped",
-]  # fmt: skip
+    "INDICES",
+    "BoundProgram",
+    "Bounds",
+    "CaptureSpec",
+    "Derivative",
+    "Factored",
+    "Interval",
+    "LoadSite",
+    "Program",
+    "derive",
+    "evaluate",
+    "factored",
+    "gathered",
+    "in_patches",
+    "interpret",
+    "name_of",
+    "parse",
+    "point",
+    "shifted",
+    "steps",
+    "trace_mask",
+    "trace_score",
+    "wrapped",
+]

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.lang import intervals
 from tilewise.lang.intervals import Interval, Steps
 from tilewise.lang.ops import OPS
-from tilewise.lang.program import Call, literal_value
+from tilewise.lang.program import BoundProgram, literal_value
 from tilewise.lang.types import Type, promote
 
 # A capture of up to this many elements along a dimension is searched exactly; a longer one by blocks of neighbours,
@@ -124,7 +124,7 @@ def _taken(table: Tensor, at: Tensor) -> Tensor:
 class Bounds:
     """Intervals of one call's program; the tables of its captures are built once and serve every query."""
 
-    def __init__(self, call: Call, device: torch.device) -> None:
+    def __init__(self, call: BoundProgram, device: torch.device) -> None:
         self.call = call
         self.device = device
         self._ranges = [CaptureRanges(t.to(device)) for t in call.captures]

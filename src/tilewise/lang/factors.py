@@ -6,7 +6,7 @@ they cost a multiplication of every element, and two more in the derivative.
 
 from typing import NamedTuple
 
-from tilewise.lang.program import Call, Program, Tape, finish, literal_value
+from tilewise.lang.program import BoundProgram, Program, Tape, finish, literal_value
 
 LARGEST = 1e6  # of a factor's or gain's size, and its inverse the least factor's: beyond, products computed one by one might leave float32's range
 LEAST_GAIN = 1e-3  # a smaller one would not tell scores apart that it makes equal
@@ -15,11 +15,11 @@ BALANCED = 8.0  # factor * gain, and its inverse: kernels round the derivative o
 
 class Factored(NamedTuple):
     factor: float
-    call: Call
+    call: BoundProgram
     gain: float  # positive: the largest g is the largest f
 
 
-def factored(call: Call) -> Factored:
+def factored(call: BoundProgram) -> Factored:
     program = call.program
     users = _users(program)
     start = next((k for k, instruction in enumerate(program.instructions) if instruction.op == "score"), None)
@@ -42,7 +42,7 @@ def factored(call: Call) -> Factored:
     place: list[int] = []
     for k, (op, args, attr, type) in enumerate(program.instructions):
         place.append(tape.score(type.dtype) if k == score else tape.put(op, tuple([place[a] for a in args]), attr, type))
-    return Factored(factor, Call(finish(tape, (place[result],), program.captures), call.captures, call.ints, call.floats, call.repeatable), gain)
+    return Factored(factor, BoundProgram(finish(tape, (place[result],), program.captures), call.captures, call.ints, call.floats, call.repeatable), gain)
 
 
 def _users(program: Program) -> list[list[int]]:
@@ -56,7 +56,7 @@ def _users(program: Program) -> list[list[int]]:
     return users
 
 
-def _product(call: Call, k: int) -> tuple[int, float] | None:
+def _product(call: BoundProgram, k: int) -> tuple[int, float] | None:
     """If instruction k is another of the same type times a number that is known: that one, and the number."""
     if k == len(call.program.instructions):
         return None
@@ -71,7 +71,7 @@ def _product(call: Call, k: int) -> tuple[int, float] | None:
     return next(((other, n) for other, n in sides if n is not None and call.program.instructions[other].type == type), None)
 
 
-def _number(call: Call, k: int) -> float | None:
+def _number(call: BoundProgram, k: int) -> float | None:
     """What instruction k is, if it is a number of the program or of its arguments."""
     op, _, attr, type = call.program.instructions[k]
     if op == "int":

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tilewise.lang.ops import OPS
-from tilewise.lang.program import Call, Program, literal_value
+from tilewise.lang.program import BoundProgram, Program, literal_value
 from tilewise.lang.types import DTYPE_OF
 
 Value = Tensor | bool | int | float
 
 
-def interpret(program: Program, call: Call, inputs: Mapping[str, Tensor]) -> tuple[Value, ...]:
+def interpret(program: Program, call: BoundProgram, inputs: Mapping[str, Tensor]) -> tuple[Value, ...]:
     """The values of the program's results. `inputs` holds b, h, q, kv and, for a score, score."""
     values: list[Any] = []
     for op, args, attr, _ in program.instructions:
@@ -41,7 +41,7 @@ def interpret(program: Program, call: Call, inputs: Mapping[str, Tensor]) -> tup
     return tuple(values[k] for k in program.results)
 
 
-def evaluate(call: Call, inputs: Mapping[str, Tensor]) -> Value:
+def evaluate(call: BoundProgram, inputs: Mapping[str, Tensor]) -> Value:
     return interpret(call.program, call, inputs)[0]
 
 

@@ -219,8 +219,7 @@ def power_integer(a: Interval, b: Interval) -> Interval:
     lo, hi = exact.lo.round(), exact.hi.round()
     near = 2**-40
     return Interval(
-        torch.where((lo - exact.lo).abs() <= lo.abs() * near, lo, exact.lo.floor()),
-        torch.where((hi - exact.hi).abs() <= hi.abs() * near, hi, exact.hi.ceil()),
+        torch.where((lo - exact.lo).abs() <= lo.abs() * near, lo, exact.lo.floor()), torch.where((hi - exact.hi).abs() <= hi.abs() * near, hi, exact.hi.ceil())
     )
 
 

@@ -144,11 +144,25 @@ def choices(condition: Type, a: Type, b: Type) -> bool:
 define("add", 2, operator.add, promote, intervals.add, derive=lambda t, g, a, out: (g, g))
 define("sub", 2, operator.sub, promote, intervals.sub, takes=no_boolean, derive=lambda t, g, a, out: (g, emit(t, "neg", g)))
 define("mul", 2, operator.mul, promote, intervals.mul, derive=lambda t, g, a, out: (emit(t, "mul", g, a[1]), emit(t, "mul", g, a[0])))
-define("div", 2, operator.truediv, float_of, intervals.div,
-       derive=lambda t, g, a, out: (emit(t, "div", g, a[1]), emit(t, "neg", emit(t, "div", emit(t, "mul", g, out), a[1]))))
+define(
+    "div",
+    2,
+    operator.truediv,
+    float_of,
+    intervals.div,
+    derive=lambda t, g, a, out: (emit(t, "div", g, a[1]), emit(t, "neg", emit(t, "div", emit(t, "mul", g, out), a[1]))),
+)
 define("floordiv", 2, by_first(floor_quotient), promote, intervals.floordiv_integer, bounds_of_floats=intervals.floordiv_float, takes=numbers)
-define("mod", 2, by_first(torch.remainder), promote, intervals.mod_integer, bounds_of_floats=intervals.mod_float, takes=numbers,
-       derive=lambda t, g, a, out: (g, emit(t, "neg", emit(t, "mul", g, emit(t, "floordiv", a[0], a[1])))))
+define(
+    "mod",
+    2,
+    by_first(torch.remainder),
+    promote,
+    intervals.mod_integer,
+    bounds_of_floats=intervals.mod_float,
+    takes=numbers,
+    derive=lambda t, g, a, out: (g, emit(t, "neg", emit(t, "mul", g, emit(t, "floordiv", a[0], a[1])))),
+)
 
 
 def _derive_pow(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
@@ -277,13 +291,17 @@ def _derive_relu(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
 
 
 define("exp", 1, torch.exp, float_of, intervals.increasing(torch.exp), derive=_times(lambda t, x, out: out))
-define("exp2", 1, torch.exp2, float_of, intervals.increasing(torch.exp2),
-       derive=_times(lambda t, x, out: emit(t, "mul", out, t.literal(intervals.LN2))))
+define("exp2", 1, torch.exp2, float_of, intervals.increasing(torch.exp2), derive=_times(lambda t, x, out: emit(t, "mul", out, t.literal(intervals.LN2))))
 define("log", 1, torch.log, float_of, intervals.logarithm(torch.log), derive=lambda t, g, a, out: (emit(t, "div", g, a[0]),))
-define("log2", 1, torch.log2, float_of, intervals.logarithm(torch.log2),
-       derive=lambda t, g, a, out: (emit(t, "div", g, emit(t, "mul", a[0], t.literal(intervals.LN2))),))
-define("sqrt", 1, torch.sqrt, float_of, intervals.square_root,
-       derive=lambda t, g, a, out: (emit(t, "div", g, emit(t, "mul", out, t.literal(2.0))),))
+define(
+    "log2",
+    1,
+    torch.log2,
+    float_of,
+    intervals.logarithm(torch.log2),
+    derive=lambda t, g, a, out: (emit(t, "div", g, emit(t, "mul", a[0], t.literal(intervals.LN2))),),
+)
+define("sqrt", 1, torch.sqrt, float_of, intervals.square_root, derive=lambda t, g, a, out: (emit(t, "div", g, emit(t, "mul", out, t.literal(2.0))),))
 define("rsqrt", 1, torch.rsqrt, float_of, intervals.reciprocal_square_root, derive=_times(_slope_of_rsqrt))
 define("sin", 1, torch.sin, float_of, intervals.wave, derive=_times(lambda t, x, out: emit(t, "cos", x)))
 define("cos", 1, torch.cos, float_of, intervals.wave, derive=_times(lambda t, x, out: emit(t, "neg", emit(t, "sin", x))))

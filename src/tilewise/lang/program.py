@@ -169,7 +169,7 @@ def parse(text: str) -> Program:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class BoundProgram:
     """A program and the arguments of one call: what tracing a function gives."""
 
     program: Program
@@ -177,3 +177,7 @@ class Call:
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
     repeatable: bool = True  # tracing looked at no tensor's contents, so it would give the same again
+
+    def with_captures(self, captures: tuple[torch.Tensor, ...]) -> "BoundProgram":
+        """The same of other tensors."""
+        return BoundProgram(self.program, captures, self.ints, self.floats, self.repeatable)

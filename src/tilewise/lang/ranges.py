@@ -8,7 +8,7 @@ import torch
 
 from tilewise.lang.bounds import Bounds, CaptureRanges
 from tilewise.lang.intervals import Interval
-from tilewise.lang.program import Call, Program
+from tilewise.lang.program import BoundProgram, Program
 from tilewise.lang.types import INTEGER_RANGE, NAME_OF
 
 
@@ -33,12 +33,12 @@ class _Opaque(CaptureRanges):
 
 
 class _StaticBounds(Bounds):
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BoundProgram) -> None:
         super().__init__(replace(call, captures=(), floats=(math.nan,) * len(call.floats)), torch.device("cpu"))
         self._ranges = [_Opaque(torch.zeros((), dtype=t.dtype)) for t in call.captures]
 
 
-def ranges(program: Program, call: Call, extents: dict[str, int]) -> list[Range]:
+def ranges(program: Program, call: BoundProgram, extents: dict[str, int]) -> list[Range]:
     """The range of every instruction of `program`, which runs with `call`'s arguments, for indices from 0 up to the extents."""
     unknown = torch.tensor(math.nan, dtype=torch.float64)
     box = {name: Interval(torch.zeros((), dtype=torch.float64), torch.tensor(float(max(n - 1, 0)), dtype=torch.float64)) for name, n in extents.items()}

@@ -17,10 +17,19 @@ WRITING = "a mask or score function must not write to a tensor; return the new v
 
 # How users write the operations that do not take every dtype, and what to do about it.
 WRITTEN = {
-    "sub": "a difference (-)", "floordiv": "a quotient (//)", "mod": "a remainder (%)", "neg": "the negative (-)", "pos": "the positive (+)",
-    "and": "the conjunction (&)", "or": "the disjunction (|)", "xor": "the exclusive or (^)", "not": "the inversion (~)",
-    "shl": "a shift (<<)", "shr": "a shift (>>)", "where": "torch.where",
-}  # fmt: skip
+    "sub": "a difference (-)",
+    "floordiv": "a quotient (//)",
+    "mod": "a remainder (%)",
+    "neg": "the negative (-)",
+    "pos": "the positive (+)",
+    "and": "the conjunction (&)",
+    "or": "the disjunction (|)",
+    "xor": "the exclusive or (^)",
+    "not": "the inversion (~)",
+    "shl": "a shift (<<)",
+    "shr": "a shift (>>)",
+    "where": "torch.where",
+}
 CONVERT = " is not defined, as in torch; convert first, for instance with .long(), .float() or .bool()"
 ADVICE = {
     "sub": " is not defined for booleans, as in torch; use ~ or ^, or convert with .int()",

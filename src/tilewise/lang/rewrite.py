@@ -6,21 +6,21 @@ from math import prod
 from torch import Tensor
 
 from tilewise.lang.ops import OPS, emit, infer
-from tilewise.lang.program import Call, CaptureSpec, Program, Tape, finish
+from tilewise.lang.program import BoundProgram, CaptureSpec, Program, Tape, finish
 from tilewise.lang.types import INDEX, NAME_OF
 
 
-def shifted(call: Call, name: str, offset: int) -> Call:
+def shifted(call: BoundProgram, name: str, offset: int) -> BoundProgram:
     """The program with index `name` replaced by `name + offset`."""
     if offset == 0 or name not in call.program.uses:
         return call
     tape, slot = Tape(), len(call.ints)
     at = tape.index(name)
     moved = tape.put("add", (at, tape.int_slot(slot)), "", tape.type(at))
-    return Call(_rewritten(call, name, tape, moved, call.program.captures), call.captures, (*call.ints, offset), call.floats)
+    return BoundProgram(_rewritten(call, name, tape, moved, call.program.captures), call.captures, (*call.ints, offset), call.floats)
 
 
-def gathered(call: Call, name: str, positions: Tensor) -> Call:
+def gathered(call: BoundProgram, name: str, positions: Tensor) -> BoundProgram:
     """The program with index `name` replaced by positions[name]."""
     if name not in call.program.uses:
         return call
@@ -29,10 +29,10 @@ def gathered(call: Call, name: str, positions: Tensor) -> Call:
     looked_up = tape.load(len(specs) - 1, dtype, (tape.index(name),))
     if dtype != INDEX.dtype:
         looked_up = tape.put("cast", (looked_up,), INDEX.dtype, INDEX)  # a mask computes with positions: 64 bits, as if traced so
-    return Call(_rewritten(call, name, tape, looked_up, specs), (*call.captures, positions), call.ints, call.floats)
+    return BoundProgram(_rewritten(call, name, tape, looked_up, specs), (*call.captures, positions), call.ints, call.floats)
 
 
-def in_patches(call: Call, name: str, shape: tuple[int, ...], strips: tuple[int, ...]) -> Call:
+def in_patches(call: BoundProgram, name: str, shape: tuple[int, ...], strips: tuple[int, ...]) -> BoundProgram:
     """The program with index `name`, which counts the points of a grid in the order of `strips`, replaced by its row-major index.
 
     The order: the first axis is cut into strips of strips[0], each of these along the second axis into strips of strips[1], and so on;
@@ -61,7 +61,7 @@ def in_patches(call: Call, name: str, shape: tuple[int, ...], strips: tuple[int,
     for axes in range(len(shape), 1, -1):  # what is left of the index after each division
         places[flat(coordinates[:axes])] = coordinates[:axes]
     program = _rewritten(call, name, tape, flat(coordinates), call.program.captures, _Divisions(places, shape, call.ints))
-    return Call(program, call.captures, tuple(ints), call.floats, call.repeatable)
+    return BoundProgram(program, call.captures, tuple(ints), call.floats, call.repeatable)
 
 
 def _coordinates(tape: Tape, index: int, shape: tuple[int, ...], strips: tuple[int, ...], number: Callable[[int], int]) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class _Divisions:
 
 
 def _rewritten(
-    call: Call, name: str, tape: Tape, replacement: int, captures: tuple[CaptureSpec, ...], divisions: "_Divisions | None" = None
+    call: BoundProgram, name: str, tape: Tape, replacement: int, captures: tuple[CaptureSpec, ...], divisions: "_Divisions | None" = None
 ) -> Program:
     place: list[int] = []
     for op, args, attr, type in call.program.instructions:

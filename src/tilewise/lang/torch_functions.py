@@ -258,9 +258,16 @@ def converter(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def filled(
-    input: Symbol, size: Any, fill_value: Any, *,
-    dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False, requires_grad: bool = False,
-) -> Symbol:  # fmt: skip
+    input: Symbol,
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: bool = False,
+    requires_grad: bool = False,
+) -> Symbol:
     """A 0-d constant."""
     shape = (size,) if isinstance(size, int) else tuple(size)
     if len(shape) != 0:
@@ -270,17 +277,30 @@ def filled(
 
 
 def filled_like(
-    input: Symbol, fill_value: Any, *, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False,
-    requires_grad: bool = False, memory_format: Any = None,
-) -> Symbol:  # fmt: skip
+    input: Symbol,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: bool = False,
+    requires_grad: bool = False,
+    memory_format: Any = None,
+) -> Symbol:
     return filled(input, (), fill_value, dtype=dtype)
 
 
 def new_constant(value: int) -> Callable[..., Symbol]:
     def make(
-        input: Symbol, size: Any, *,
-        dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False, requires_grad: bool = False,
-    ) -> Symbol:  # fmt: skip
+        input: Symbol,
+        size: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: bool = False,
+        requires_grad: bool = False,
+    ) -> Symbol:
         return filled(input, size, Symbol(input.tracer, input.tracer.tape.literal(value)), dtype=dtype)
 
     return make
@@ -288,9 +308,15 @@ def new_constant(value: int) -> Callable[..., Symbol]:
 
 def constant_like(value: int) -> Callable[..., Symbol]:
     def make(
-        input: Symbol, *, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: bool = False,
-        requires_grad: bool = False, memory_format: Any = None,
-    ) -> Symbol:  # fmt: skip
+        input: Symbol,
+        *,
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: bool = False,
+        requires_grad: bool = False,
+        memory_format: Any = None,
+    ) -> Symbol:
         return filled(input, (), Symbol(input.tracer, input.tracer.tape.literal(value)), dtype=dtype)
 
     return make
@@ -305,39 +331,132 @@ def to_cuda(input: Symbol, device: Any = None, non_blocking: bool = False, *, me
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": scaled_sum("add"), "sub": scaled_sum("sub"), "subtract": scaled_sum("sub"), "rsub": swapped(binary("sub")),
-    "mul": binary("mul"), "multiply": binary("mul"), "div": divide, "divide": divide, "true_divide": binary("div"),
-    "floor_divide": binary("floordiv"), "remainder": binary("mod"), "pow": power, "square": square, "reciprocal": reciprocal,
-    "neg": unary("neg"), "negative": unary("neg"), "positive": positive, "abs": unary("abs"), "absolute": unary("abs"),
-    "lt": binary("lt"), "le": binary("le"), "gt": binary("gt"), "ge": binary("ge"), "eq": binary("eq"), "ne": binary("ne"),
-    "less": binary("lt"), "less_equal": binary("le"), "greater": binary("gt"), "greater_equal": binary("ge"), "not_equal": binary("ne"),
-    "bitwise_and": binary("and"), "bitwise_or": binary("or"), "bitwise_xor": binary("xor"), "bitwise_not": unary("not"),
-    "bitwise_left_shift": binary("shl"), "bitwise_right_shift": binary("shr"),
-    "logical_and": logical("and"), "logical_or": logical("or"), "logical_xor": logical("xor"), "logical_not": logical_not,
-    "where": where, "masked_fill": masked_fill, "minimum": binary("minimum"), "maximum": binary("maximum"), "min": binary("minimum"), "max": binary("maximum"),
-    "clamp": clamp, "clip": clamp, "clamp_min": clamp_min, "clamp_max": clamp_max,
-    "floor": unary("floor"), "ceil": unary("ceil"), "round": unary("round"), "trunc": unary("trunc"), "fix": unary("trunc"),
-    "sign": unary("sign"), "sgn": unary("sign"), "isnan": isnan, "isinf": isinf, "isfinite": isfinite,
-    "exp": unary("exp"), "exp2": unary("exp2"), "log": unary("log"), "log2": unary("log2"), "sqrt": unary("sqrt"), "rsqrt": unary("rsqrt"),
-    "sin": unary("sin"), "cos": unary("cos"), "tanh": unary("tanh"), "sigmoid": unary("sigmoid"), "expit": unary("sigmoid"), "erf": unary("erf"),
-    "silu": activation("silu"), "relu": activation("relu"), "softplus": softplus, "logsigmoid": logsigmoid, "gelu": gelu, "elu": elu,
-    "leaky_relu": leaky_relu, "hardtanh": hardtanh,
-    "to": convert, "type": typed, "type_as": type_as,
-    "bool": converter(torch.bool), "byte": converter(torch.uint8), "char": converter(torch.int8), "short": converter(torch.int16),
-    "int": converter(torch.int32), "long": converter(torch.int64), "half": converter(torch.float16), "bfloat16": converter(torch.bfloat16),
-    "float": converter(torch.float32), "double": converter(torch.float64),
-    "new_ones": new_constant(1), "new_zeros": new_constant(0), "new_full": filled,
-    "ones_like": constant_like(1), "zeros_like": constant_like(0), "full_like": filled_like,
-    "detach": unary("detach"), "clone": unchanged, "contiguous": unchanged, "cpu": unchanged, "cuda": to_cuda,
-    "dot": dot, "inner": product_of_rows, "matmul": product_of_rows, "sum": summed,
-}  # fmt: skip
+    "add": scaled_sum("add"),
+    "sub": scaled_sum("sub"),
+    "subtract": scaled_sum("sub"),
+    "rsub": swapped(binary("sub")),
+    "mul": binary("mul"),
+    "multiply": binary("mul"),
+    "div": divide,
+    "divide": divide,
+    "true_divide": binary("div"),
+    "floor_divide": binary("floordiv"),
+    "remainder": binary("mod"),
+    "pow": power,
+    "square": square,
+    "reciprocal": reciprocal,
+    "neg": unary("neg"),
+    "negative": unary("neg"),
+    "positive": positive,
+    "abs": unary("abs"),
+    "absolute": unary("abs"),
+    "lt": binary("lt"),
+    "le": binary("le"),
+    "gt": binary("gt"),
+    "ge": binary("ge"),
+    "eq": binary("eq"),
+    "ne": binary("ne"),
+    "less": binary("lt"),
+    "less_equal": binary("le"),
+    "greater": binary("gt"),
+    "greater_equal": binary("ge"),
+    "not_equal": binary("ne"),
+    "bitwise_and": binary("and"),
+    "bitwise_or": binary("or"),
+    "bitwise_xor": binary("xor"),
+    "bitwise_not": unary("not"),
+    "bitwise_left_shift": binary("shl"),
+    "bitwise_right_shift": binary("shr"),
+    "logical_and": logical("and"),
+    "logical_or": logical("or"),
+    "logical_xor": logical("xor"),
+    "logical_not": logical_not,
+    "where": where,
+    "masked_fill": masked_fill,
+    "minimum": binary("minimum"),
+    "maximum": binary("maximum"),
+    "min": binary("minimum"),
+    "max": binary("maximum"),
+    "clamp": clamp,
+    "clip": clamp,
+    "clamp_min": clamp_min,
+    "clamp_max": clamp_max,
+    "floor": unary("floor"),
+    "ceil": unary("ceil"),
+    "round": unary("round"),
+    "trunc": unary("trunc"),
+    "fix": unary("trunc"),
+    "sign": unary("sign"),
+    "sgn": unary("sign"),
+    "isnan": isnan,
+    "isinf": isinf,
+    "isfinite": isfinite,
+    "exp": unary("exp"),
+    "exp2": unary("exp2"),
+    "log": unary("log"),
+    "log2": unary("log2"),
+    "sqrt": unary("sqrt"),
+    "rsqrt": unary("rsqrt"),
+    "sin": unary("sin"),
+    "cos": unary("cos"),
+    "tanh": unary("tanh"),
+    "sigmoid": unary("sigmoid"),
+    "expit": unary("sigmoid"),
+    "erf": unary("erf"),
+    "silu": activation("silu"),
+    "relu": activation("relu"),
+    "softplus": softplus,
+    "logsigmoid": logsigmoid,
+    "gelu": gelu,
+    "elu": elu,
+    "leaky_relu": leaky_relu,
+    "hardtanh": hardtanh,
+    "to": convert,
+    "type": typed,
+    "type_as": type_as,
+    "bool": converter(torch.bool),
+    "byte": converter(torch.uint8),
+    "char": converter(torch.int8),
+    "short": converter(torch.int16),
+    "int": converter(torch.int32),
+    "long": converter(torch.int64),
+    "half": converter(torch.float16),
+    "bfloat16": converter(torch.bfloat16),
+    "float": converter(torch.float32),
+    "double": converter(torch.float64),
+    "new_ones": new_constant(1),
+    "new_zeros": new_constant(0),
+    "new_full": filled,
+    "ones_like": constant_like(1),
+    "zeros_like": constant_like(0),
+    "full_like": filled_like,
+    "detach": unary("detach"),
+    "clone": unchanged,
+    "contiguous": unchanged,
+    "cpu": unchanged,
+    "cuda": to_cuda,
+    "dot": dot,
+    "inner": product_of_rows,
+    "matmul": product_of_rows,
+    "sum": summed,
+}
 
 # What Python's operators call on a real tensor that meets a symbol.
 OPERATORS: dict[str, Callable[..., Any]] = {"__pow__": power, "__rpow__": swapped(power), "__matmul__": product_of_rows}
 for _name, _op in (
-    ("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"), ("div", "div"), ("floordiv", "floordiv"), ("mod", "mod"),
-    ("and", "and"), ("or", "or"), ("xor", "xor"), ("lshift", "shl"), ("rshift", "shr"),
-):  # fmt: skip
+    ("add", "add"),
+    ("sub", "sub"),
+    ("mul", "mul"),
+    ("truediv", "div"),
+    ("div", "div"),
+    ("floordiv", "floordiv"),
+    ("mod", "mod"),
+    ("and", "and"),
+    ("or", "or"),
+    ("xor", "xor"),
+    ("lshift", "shl"),
+    ("rshift", "shr"),
+):
     OPERATORS[f"__{_name}__"] = binary(_op)
     OPERATORS[f"__r{_name}__"] = swapped(binary(_op))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import TraceError
-from tilewise.lang.program import INDICES, Call, CaptureSpec, Instruction, finish, program_of
+from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Instruction, finish, program_of
 from tilewise.lang.refusals import WRITING, refuse
 from tilewise.lang.rows import Incomplete
 from tilewise.lang.symbol import Symbol
@@ -21,7 +21,7 @@ from tilewise.lang.tracer import Tracer, has_symbol
 from tilewise.lang.types import DTYPE_OF, NAME_OF
 
 
-def trace_mask(function: Callable[..., Any], device: Any = None) -> Call:
+def trace_mask(function: Callable[..., Any], device: Any = None) -> BoundProgram:
     """The program of a mask function f(b, h, q, kv)."""
     tracer = Tracer(torch.device("cpu") if device is None else device)
     symbols = [Symbol(tracer, tracer.tape.index(name)) for name in INDICES]
@@ -35,7 +35,7 @@ def trace_mask(function: Callable[..., Any], device: Any = None) -> Call:
     return _finish(tracer, at)
 
 
-def trace_score(functions: tuple[Callable[..., Any], ...], dtype: torch.dtype = torch.float32, device: Any = None) -> Call:
+def trace_score(functions: tuple[Callable[..., Any], ...], dtype: torch.dtype = torch.float32, device: Any = None) -> BoundProgram:
     """The program of score functions f(score, b, h, q, kv), applied in order. `dtype` is the precision scores are kept in."""
     tracer = Tracer(torch.device("cpu") if device is None else device)
     symbols = [Symbol(tracer, tracer.tape.index(name)) for name in INDICES]
@@ -44,9 +44,7 @@ def trace_score(functions: tuple[Callable[..., Any], ...], dtype: torch.dtype = 
         result = _call(tracer, function, [score, *symbols], "score", "(score, b, h, q, kv)")
         found = Symbol(tracer, _operand_of_result(tracer, result, function))
         if tracer.tape.type(found.at).is_bool:
-            raise TraceError(
-                f"score function {name_of(function)}{defined_at(function)} returned booleans; a function that allows or forbids goes to mask="
-            )
+            raise TraceError(f"score function {name_of(function)}{defined_at(function)} returned booleans; a function that allows or forbids goes to mask=")
         score = tracer.cast(found, NAME_OF[dtype])
     return _finish(tracer, score.at)
 
@@ -135,7 +133,7 @@ def _operand_of_result(tracer: Tracer, result: Any, function: Callable[..., Any]
     return tracer.operand(result)
 
 
-def _finish(tracer: Tracer, result: int) -> Call:
+def _finish(tracer: Tracer, result: int) -> BoundProgram:
     """The program of the result, and the arguments it uses: what was met on the way but not needed is forgotten."""
     specs = tuple([CaptureSpec(NAME_OF[t.dtype], t.dim()) for t in tracer.captures])
     program = finish(tracer.tape, (result,), specs)
@@ -149,4 +147,4 @@ def _finish(tracer: Tracer, result: int) -> Call:
     ]
     program = program_of(kept, program.results, tuple([specs[k] for k in used["load"]]))
     captures = tuple([tracer.captures[k] for k in used["load"]])
-    return Call(program, captures, tuple([tracer.ints[k] for k in used["int"]]), tuple([tracer.floats[k] for k in used["float"]]), tracer.repeatable)
+    return BoundProgram(program, captures, tuple([tracer.ints[k] for k in used["int"]]), tuple([tracer.floats[k] for k in used["float"]]), tracer.repeatable)

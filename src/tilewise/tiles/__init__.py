@@ -8,6 +8,19 @@ from tilewise.tiles.sources import Extent, MaskReading, from_block_mask, read_ma
 from tilewise.tiles.tilemap import TileMap, from_call
 
 __all__ = [
-    "EMPTY", "FULL", "PARTIAL", "Extent", "Geometry", "Look", "MaskReading", "Runs", "TileMap",
-    "dense_capture", "from_block_mask", "from_call", "read_mask", "tile_map", "trimmed",
-]  # fmt: skip
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "Extent",
+    "Geometry",
+    "Look",
+    "MaskReading",
+    "Runs",
+    "TileMap",
+    "dense_capture",
+    "from_block_mask",
+    "from_call",
+    "read_mask",
+    "tile_map",
+    "trimmed",
+]

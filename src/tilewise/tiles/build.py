@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.lang import Bounds, Call, Interval, point, steps
+from tilewise.lang import BoundProgram, Bounds, Interval, point, steps
 from tilewise.tiles.geometry import FULL, PARTIAL, Cells, Geometry
 from tilewise.tiles.look import Look, TorchLook
 from tilewise.tiles.runs import Pile, Runs, from_dense, from_sets
@@ -35,7 +35,7 @@ class Grain(NamedTuple):
 ON_CPU, ON_GPU = Grain(2**14, 2**12, 2**9), Grain(2**16, 2**16, 2**16)
 
 
-def device_of(call: Call) -> torch.device:
+def device_of(call: BoundProgram) -> torch.device:
     """Where a map is computed: with the captured tensors, else on the CPU."""
     for capture in call.captures:
         if capture.dim() > 0:
@@ -43,7 +43,7 @@ def device_of(call: Call) -> torch.device:
     return torch.device("cpu")
 
 
-def build(call: Call, geometry: Geometry, device: torch.device, look: Look | None = None) -> tuple[Runs, Runs]:
+def build(call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None = None) -> tuple[Runs, Runs]:
     """The partial and the full tiles of a mask. A look that is brought along works on the device."""
     if look is not None and geometry.elements <= SEEN_WHOLE:
         states = look(geometry, torch.arange(geometry.total, device=device)).view(geometry.rows, geometry.kv_tiles)
@@ -56,7 +56,7 @@ def build(call: Call, geometry: Geometry, device: torch.device, look: Look | Non
 
 
 class _Builder:
-    def __init__(self, call: Call, geometry: Geometry, device: torch.device, look: Look | None) -> None:
+    def __init__(self, call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None) -> None:
         self.geometry = geometry
         self.device = device
         self.grain = ON_CPU if device.type == "cpu" else ON_GPU
@@ -112,10 +112,7 @@ class _Builder:
 
     def _interval(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, size: int) -> Interval:
         g = self.geometry
-        box = {
-            "b": point(b.double()), "h": point(h.double()),
-            "q": steps(q, g.tile[0] * size, g.q_len), "kv": steps(kv, g.tile[1] * size, g.kv_len),
-        }  # fmt: skip
+        box = {"b": point(b.double()), "h": point(h.double()), "q": steps(q, g.tile[0] * size, g.q_len), "kv": steps(kv, g.tile[1] * size, g.kv_len)}
         return self.bounds.over(box)
 
     def _keep(self, bh: Tensor, row: Tensor, start: Tensor, count: Tensor, size: int) -> None:
@@ -137,7 +134,7 @@ class _Builder:
             pile.add((found.b * self.geometry.heads + found.h) * self.geometry.q_tiles + found.q, found.kv, torch.ones_like(found.kv))
 
 
-def dense_capture(call: Call, sizes: tuple[int, int, int, int]) -> Tensor | None:
+def dense_capture(call: BoundProgram, sizes: tuple[int, int, int, int]) -> Tensor | None:
     """The boolean tensor of a mask that is nothing but tensor[..., q, kv], as (1 or B, 1 or H, Sq, Skv).
 
     A tensor shorter than that is no dense mask: loads past its end read its edge.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilewise.lang import Call, evaluate
+from tilewise.lang import BoundProgram, evaluate
 from tilewise.tiles.geometry import EMPTY, FULL, PARTIAL, Geometry
 
 CHUNK_ELEMENTS = 2**22  # mask elements evaluated at a time
@@ -18,7 +18,7 @@ Look = Callable[[Geometry, Tensor], Tensor]
 class TorchLook:
     """By plain torch: at some points, which mostly show that a tile is partial, then at all."""
 
-    def __init__(self, call: Call, together: int) -> None:
+    def __init__(self, call: BoundProgram, together: int) -> None:
         self.call = call
         self.together = together  # tiles that are looked into at a time
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
-from tilewise.lang import Call, name_of, trace_mask
+from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.masks import Grid, Mask
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, trimmed
@@ -16,7 +16,7 @@ from tilewise.tiles.tilemap import TileMap, from_call
 class MaskReading(NamedTuple):
     """A mask as its program, or as given tiles; what is added to the scores comes apart, as `bias`."""
 
-    call: Call | None = None
+    call: BoundProgram | None = None
     tiles: TileMap | None = None
     bias: Tensor | None = None
     name: str = "none"
@@ -80,9 +80,7 @@ def _read_tensor(mask: Tensor, extent: Extent) -> MaskReading:
     if mask.dim() == 2:
         padding, square = shape == (extent.batch, extent.kv_len), shape == (extent.q_len, extent.kv_len)
         if padding and square and extent.batch != 1:
-            raise InputError(
-                f"a 2-D mask of shape {shape} may mean (batch, keys) or (queries, keys) here; write mask[:, None, None, :] or mask[None, None]"
-            )
+            raise InputError(f"a 2-D mask of shape {shape} may mean (batch, keys) or (queries, keys) here; write mask[:, None, None, :] or mask[None, None]")
         if padding and not square:
             mask = mask[:, None, None, :]
     if mask.dim() > 4 or any(m not in (1, w) for m, w in zip(reversed(mask.shape), reversed(whole), strict=False)):
@@ -103,7 +101,7 @@ def _indexed(mask: Tensor) -> Any:
     return look_up
 
 
-def _allowed_by_additive(mask: Tensor) -> Call | None:
+def _allowed_by_additive(mask: Tensor) -> BoundProgram | None:
     """Where an additive mask is -inf nothing is attended, so those tiles can be skipped."""
     if torch.compiler.is_compiling() or mask.requires_grad:
         return None
@@ -142,9 +140,15 @@ def _block_lists(counts: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Te
 
 
 def tile_map(
-    mask: Any, *, batch: int | None = None, heads: int | None = None, q_len: int, kv_len: int,
-    device: torch.device | str | None = None, tile: tuple[int, int] = (128, 128),
-) -> TileMap:  # fmt: skip
+    mask: Any,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    q_len: int,
+    kv_len: int,
+    device: torch.device | str | None = None,
+    tile: tuple[int, int] = (128, 128),
+) -> TileMap:
     """Which tiles of the score matrix a mask leaves empty, partial or full, without ever forming the matrix.
 
     `batch` and `heads` are needed only if the mask depends on b or h. The map lies on `device`, by default where the

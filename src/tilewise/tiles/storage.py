@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.lang import INDICES, Call, parse
+from tilewise.lang import INDICES, BoundProgram, parse
 from tilewise.lang.types import NAME_OF
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, ordered
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
     from tilewise.tiles.tilemap import TileMap
 
 FORMAT = "tilewise tile map 1"
-DTYPES = {str(d): d for d in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-                              torch.float16, torch.bfloat16, torch.float32, torch.float64)}  # fmt: skip
+DTYPES = {
+    str(d): d for d in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 
 
 def save(tile_map: "TileMap", path: Path) -> None:
     g, mask = tile_map.geometry, tile_map.mask
     tensors = {f"{kind}.{field}": getattr(runs, field) for kind, runs in _runs(tile_map) for field in ("offsets", "start", "count")}
-    header: dict[str, Any] = {
-        "format": FORMAT, "name": tile_map.name, "given": tile_map.given,
-        "geometry": [g.batch, g.heads, g.q_len, g.kv_len, *g.tile],
-    }  # fmt: skip
+    header: dict[str, Any] = {"format": FORMAT, "name": tile_map.name, "given": tile_map.given, "geometry": [g.batch, g.heads, g.q_len, g.kv_len, *g.tile]}
     if mask is not None:
         header["mask"] = {"program": mask.program.text, "ints": list(mask.ints), "floats": [float(x).hex() for x in mask.floats]}
         tensors |= {f"capture.{k}": t for k, t in enumerate(mask.captures)}
@@ -76,7 +74,7 @@ def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> "TileMap":
     return TileMap(geometry, partial, full, mask, str(header["name"]), bool(header["given"]))
 
 
-def _read_mask(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
+def _read_mask(stored: dict[str, Any], tensors: dict[str, Tensor]) -> BoundProgram:
     program = parse(stored["program"])
     captures = tuple(tensors[f"capture.{k}"] for k in range(len(program.captures)))
     ints, floats = tuple(map(int, stored["ints"])), tuple(map(float.fromhex, stored["floats"]))
@@ -89,7 +87,7 @@ def _read_mask(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
     )
     if not right:
         raise InputError("its mask and captured tensors do not belong together")
-    return Call(program, captures, ints, floats)
+    return BoundProgram(program, captures, ints, floats)
 
 
 def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:

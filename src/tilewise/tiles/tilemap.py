@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.lang import Call, gathered, shifted
+from tilewise.lang import BoundProgram, gathered, shifted
 from tilewise.tiles.build import build
 from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
 from tilewise.tiles.look import Look
@@ -31,7 +31,7 @@ class TileMap:
     geometry: Geometry
     partial: Runs
     full: Runs
-    mask: Call | None = None
+    mask: BoundProgram | None = None
     name: str = "mask"
     given: bool = False
     derived: dict[str, Any] = field(default_factory=dict)  # what engines made of this map, kept with it
@@ -207,7 +207,7 @@ class TileMap:
         return load(Path(path))
 
 
-def from_call(call: Call, geometry: Geometry, name: str, device: torch.device | str, look: Look | None = None) -> TileMap:
+def from_call(call: BoundProgram, geometry: Geometry, name: str, device: torch.device | str, look: Look | None = None) -> TileMap:
     """The map of a traced mask; the batch and head dimensions exist only if the mask uses them."""
     uses = call.program.uses
     g = replace(geometry, batch=geometry.batch if "b" in uses else 1, heads=geometry.heads if "h" in uses else 1)

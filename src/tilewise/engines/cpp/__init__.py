@@ -1,17 +1,23 @@
 """The C++ engine: kernels for the processor it runs on, compiled when first needed, with masks and scores as generated functions."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import Tensor
 
-from tilewise import store
-from tilewise.engines.base import Engine, Gradients, Output
+from tilewise.core import store
+from tilewise.core.output import Gradients, Output
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.engines.base import Engine
 from tilewise.engines.blocked import BlockedEngine
-from tilewise.engines.cpp.walks import KEYS, LANES
-from tilewise.problem import Problem
+from tilewise.engines.cpp.tile_schedule import KEYS, LANES
 
 
 class CppEngine(Engine):
     name = "cpp"
     summary = "generated C++, vectorised and threaded, forward and backward, on CPUs with a C++ compiler"
+    serves: ClassVar[Mapping[str, int]] = {"auto": 3, "flex": 2, "flash": 2}
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.device.type != "cpu":
@@ -21,23 +27,23 @@ class CppEngine(Engine):
     def tile(self, problem: Problem) -> tuple[int, int]:
         return LANES, KEYS
 
-    def forward(self, problem: Problem) -> Output:
+    def forward(self, problem: Problem, plan: Plan) -> Output:
         from tilewise.engines.cpp import run
         from tilewise.engines.cpp.compiler import CompilerError
 
         try:
             return run.forward(problem)
         except CompilerError as error:
-            return _instead(error).forward(problem)
+            return _instead(error).forward(problem, plan)
 
-    def backward(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+    def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         from tilewise.engines.cpp import run
         from tilewise.engines.cpp.compiler import CompilerError
 
         try:
             return run.backward(problem, output, grad_out, grad_lse, wanted)
         except CompilerError as error:
-            return _instead(error).backward(problem, output, grad_out, grad_lse, wanted)
+            return _instead(error).backward(problem, plan, output, grad_out, grad_lse, wanted)
 
 
 SLOWER = "until then CPUs are served by tiles of plain torch operations, which is slower"

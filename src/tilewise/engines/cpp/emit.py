@@ -11,31 +11,72 @@ a load whose index provably stays inside needs no clamping, and a division of no
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewise.engines.emitting import INT32, Extents, Layout
-from tilewise.lang import Call, Derivative, Program
+from tilewise.engines.codegen import INT32, Extents, Layout
+from tilewise.lang import BoundProgram, Derivative, Program
 from tilewise.lang.program import literal_value
 from tilewise.lang.ranges import ranges
 from tilewise.lang.types import FLOATS, Type, promote
 
 # The C++ type a value is computed in; 16-bit floats are float32 numbers that have been rounded to them.
 TYPE = {
-    "bool": "bool", "u8": "uint8_t", "i8": "int8_t", "i16": "int16_t", "i32": "i32", "i64": "i64",
-    "f16": "float", "bf16": "float", "f32": "float", "f64": "double",
-}  # fmt: skip
+    "bool": "bool",
+    "u8": "uint8_t",
+    "i8": "int8_t",
+    "i16": "int16_t",
+    "i32": "i32",
+    "i64": "i64",
+    "f16": "float",
+    "bf16": "float",
+    "f32": "float",
+    "f64": "double",
+}
 STORED = TYPE | {"f16": "half", "bf16": "bfloat"}
 ROUND = {"f16": "to_half({})", "bf16": "to_bfloat({})"}
 
 # Text of each operation on operands of one type; those that depend on more are written by Writer._special.
 TEXT = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}", "abs": "absolute({0})",
-    "minimum": "lesser({0}, {1})", "maximum": "greater({0}, {1})", "clamp_min": "greater({0}, {1})", "clamp_max": "lesser({0}, {1})",
-    "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
-    "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "shl": "shift_left({0}, {1})", "shr": "shift_right({0}, {1})",
-    "floor": "floor({0})", "ceil": "ceil({0})", "round": "rounded({0})", "trunc": "trunc({0})", "sign": "sign({0})", "detach": "{0}",
-    "exp": "exp_of({0})", "exp2": "exp2({0})", "log": "log({0})", "log2": "log2({0})", "sqrt": "sqrt({0})",
-    "rsqrt": "reciprocal_root({0})", "sin": "sin({0})", "cos": "cos({0})", "tanh": "tanh_of({0})", "sigmoid": "sigmoid({0})",
-    "erf": "erf({0})", "silu": "silu({0})", "relu": "positive_part({0})",
-}  # fmt: skip
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "neg": "-{0}",
+    "abs": "absolute({0})",
+    "minimum": "lesser({0}, {1})",
+    "maximum": "greater({0}, {1})",
+    "clamp_min": "greater({0}, {1})",
+    "clamp_max": "lesser({0}, {1})",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "not": "~{0}",
+    "shl": "shift_left({0}, {1})",
+    "shr": "shift_right({0}, {1})",
+    "floor": "floor({0})",
+    "ceil": "ceil({0})",
+    "round": "rounded({0})",
+    "trunc": "trunc({0})",
+    "sign": "sign({0})",
+    "detach": "{0}",
+    "exp": "exp_of({0})",
+    "exp2": "exp2({0})",
+    "log": "log({0})",
+    "log2": "log2({0})",
+    "sqrt": "sqrt({0})",
+    "rsqrt": "reciprocal_root({0})",
+    "sin": "sin({0})",
+    "cos": "cos({0})",
+    "tanh": "tanh_of({0})",
+    "sigmoid": "sigmoid({0})",
+    "erf": "erf({0})",
+    "silu": "silu({0})",
+    "relu": "positive_part({0})",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +97,7 @@ ONCE, LANE, ROW, ELEMENT = range(4)
 class Writer:
     """Writes the instructions of one program as statements of C++, sorted by where they are computed."""
 
-    def __init__(self, program: Program, call: Call, extents: Extents, layouts: tuple[Layout, ...], axes: Axes) -> None:
+    def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...], axes: Axes) -> None:
         self.program, self.layouts, self.axes = program, layouts, axes
         self.ranges = ranges(program, call, extents._asdict())
         self.sizes = [tuple(t.shape) for t in call.captures]
@@ -194,9 +235,17 @@ class Writer:
 
 
 _BOOLEAN = {
-    "add": "{0} | {1}", "mul": "{0} & {1}", "not": "!{0}", "minimum": "{0} & {1}", "maximum": "{0} | {1}", "sign": "{0}",
-    "clamp_min": "{0} | {1}", "clamp_max": "{0} & {1}", "shl": "{0}", "shr": "{0}",
-}  # fmt: skip
+    "add": "{0} | {1}",
+    "mul": "{0} & {1}",
+    "not": "!{0}",
+    "minimum": "{0} & {1}",
+    "maximum": "{0} | {1}",
+    "sign": "{0}",
+    "clamp_min": "{0} | {1}",
+    "clamp_max": "{0} & {1}",
+    "shl": "{0}",
+    "shr": "{0}",
+}
 
 
 def _integer(value: bool | int) -> str:

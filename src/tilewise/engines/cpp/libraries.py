@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
-from tilewise import store
 from tilewise._version import __version__
+from tilewise.core import store
 from tilewise.engines.cpp import compiler
 from tilewise.engines.cpp.compiler import CompilerError
 

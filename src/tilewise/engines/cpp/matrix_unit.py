@@ -10,7 +10,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from tilewise import store
+from tilewise.core import store
 from tilewise.engines.cpp import compiler
 
 SOURCE = '#include "probe.cpp"\n'

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.problem import Problem
+from tilewise.engines.codegen import Extents, Layout
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, mask_source, score_source, slope_source
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
-from tilewise.engines.emitting import Extents, Layout
-from tilewise.lang import Call, Program, derive
-from tilewise.problem import Problem
+from tilewise.lang import BoundProgram, Program, derive
 
 MOST_FUNCTIONS = 4096
 _functions: dict[Any, Unit] = {}
@@ -30,7 +30,7 @@ def score_unit(p: Problem) -> Unit | None:
 def slope_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
     """The score's derivative, and the gradients of the wanted captures."""
 
-    def make(call: Call) -> str:
+    def make(call: BoundProgram) -> str:
         derivative = derive(call.program, wanted)
         return slope_source(_writer(derivative.program, call, p, BY_QUERY), derivative, real(p))
 
@@ -41,7 +41,7 @@ def real(p: Problem) -> str:
     return "double" if p.dtype == torch.float64 else "float"
 
 
-def _unit(kind: str, call: Call, p: Problem, make: Callable[[Call], str]) -> Unit:
+def _unit(kind: str, call: BoundProgram, p: Problem, make: Callable[[BoundProgram], str]) -> Unit:
     """What is generated depends on the program, and on what its integers and the lengths let the bounds prove."""
     places = tuple([(t.shape, t.stride()) for t in call.captures])
     extents = Extents(p.batch, p.heads, p.q_len, p.kv_len)
@@ -54,11 +54,11 @@ def _unit(kind: str, call: Call, p: Problem, make: Callable[[Call], str]) -> Uni
     return found
 
 
-def _both_ways(call: Call, p: Problem) -> list[Writer]:
+def _both_ways(call: BoundProgram, p: Problem) -> list[Writer]:
     return [_writer(call.program, call, p, axes) for axes in (BY_QUERY, BY_KEY)]
 
 
-def _writer(program: Program, call: Call, p: Problem, axes: Axes) -> Writer:
+def _writer(program: Program, call: BoundProgram, p: Problem, axes: Axes) -> Writer:
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, _reach(t) >= 2**31) for t in call.captures)
     return Writer(program, call, Extents(p.batch, p.heads, p.q_len, p.kv_len), layouts, axes)
 
@@ -77,7 +77,7 @@ class Arguments(NamedTuple):
 ABSENT = Arguments((0,) * 6)
 
 
-def program_arguments(call: Call | None, unit: Unit | None) -> Arguments:
+def program_arguments(call: BoundProgram | None, unit: Unit | None) -> Arguments:
     if call is None or unit is None:
         return ABSENT
     arrays = call_arrays(call) if call.captures else _without_captures(call.ints, call.floats)
@@ -95,7 +95,7 @@ def _without_captures(ints: tuple[int, ...], floats: tuple[float, ...]) -> Argum
     return _arrays((), ints, floats)
 
 
-def call_arrays(call: Call) -> Arguments:
+def call_arrays(call: BoundProgram) -> Arguments:
     """Pointers to the captures, ints, floats, and the captures' sizes and strides."""
     return _arrays(call.captures, call.ints, call.floats)
 
@@ -103,7 +103,9 @@ def call_arrays(call: Call) -> Arguments:
 def _arrays(tensors: tuple[Tensor, ...], ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
     places = [x for t in tensors for x in (*t.shape, *t.stride())]
     kept = (
-        (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]), (ctypes.c_int64 * len(ints))(*ints),
-        (ctypes.c_double * len(floats))(*floats), (ctypes.c_int64 * len(places))(*places),
-    )  # fmt: skip
+        (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]),
+        (ctypes.c_int64 * len(ints))(*ints),
+        (ctypes.c_double * len(floats))(*floats),
+        (ctypes.c_int64 * len(places))(*places),
+    )
     return Arguments(tuple([ctypes.addressof(k) for k in kept]), kept)

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.engines.base import Gradients, Output, like_query, scalar_seed
+from tilewise.core.output import Gradients, Output
+from tilewise.core.problem import Problem
+from tilewise.engines.base import like_query, scalar_seed, sinks_gradient
 from tilewise.engines.cpp import matrix_unit, threads
 from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
 from tilewise.engines.cpp.mods import Arguments, mask_unit, program_arguments, score_unit, slope_unit
-from tilewise.engines.cpp.walks import KEYS, LANES, Walk, column_walk, row_walk
+from tilewise.engines.cpp.tile_schedule import KEYS, LANES, Walk, column_walk, row_walk
 from tilewise.engines.cpp.workspace import borrowed
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.lang import derive
-from tilewise.problem import Problem
 
 ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
 DECODE_QUERIES, KEYS_PER_SPLIT, MOST_SPLITS = 4, 512, 32  # decoding: at most so many queries; keys of a part, at least
@@ -55,9 +56,9 @@ def _kernel(name: str, dtype: torch.dtype) -> Callable[[bytes], None]:
 def forward(p: Problem) -> Output:
     out = like_query(p.query, p.v_dim)
     lse = torch.empty((p.batch, p.heads, p.q_len), dtype=p.inner_dtype)
-    highest = torch.empty_like(lse)
+    max_score = torch.empty_like(lse)
     if p.query.numel() == 0 or p.key.numel() == 0:
-        return _nothing_to_attend(p, out, lse, highest)
+        return _nothing_to_attend(p, out, lse, max_score)
     decoding = is_decoding(p)
     walk = _no_walk() if decoding else row_walk(p)
     values, kept = _problem_values(p, walk)
@@ -65,7 +66,7 @@ def forward(p: Problem) -> Output:
     if decoding:
         splits = split_count(p)
         parts = torch.empty((p.batch, p.kv_heads, splits, p.heads // p.kv_heads * p.q_len, p.v_dim + 2), dtype=p.inner_dtype)
-    values += [*_tensor(out), lse.data_ptr(), highest.data_ptr(), splits, _address(parts)]
+    values += [*_tensor(out), lse.data_ptr(), max_score.data_ptr(), splits, _address(parts)]
     kernel, sizes = _kernel("decode" if decoding else "forward", p.dtype), UNPACKED if decoding else _packed(p, walk.share)
     if sizes is UNPACKED:
         kernel(struct.pack(FORWARD, *values, *UNPACKED))
@@ -73,7 +74,7 @@ def forward(p: Problem) -> Output:
         with borrowed(*sizes) as packed:
             kernel(struct.pack(FORWARD, *values, *packed))
     del kept
-    return Output(out, lse, highest)
+    return Output(out, lse, max_score)
 
 
 def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
@@ -90,18 +91,20 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         delta = delta if grad_lse is None else delta - grad_lse
         for t in (dq, dk, dv):
             t.zero_()
-    sinks = None
-    if p.sinks is not None:
-        weight = torch.where(output.lse == -torch.inf, 0.0, torch.exp(p.sinks.to(p.inner_dtype).view(1, -1, 1) - output.lse))
-        sinks = -(weight * delta).sum((0, 2)).to(p.sinks.dtype)
     captured = {} if p.score is None else {k: t.sum(0).to(p.score.captures[k].dtype) for k, t in sums.items()}
-    return Gradients(dq, dk, dv, sinks, captured)
+    return Gradients(dq, dk, dv, sinks_gradient(p, output, delta), captured)
 
 
 def _run_backward(
-    p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor, found: tuple[Tensor, ...],
-    wanted: frozenset[int], sums: dict[int, Tensor],
-) -> None:  # fmt: skip
+    p: Problem,
+    output: Output,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    delta: Tensor,
+    found: tuple[Tensor, ...],
+    wanted: frozenset[int],
+    sums: dict[int, Tensor],
+) -> None:
     walk = column_walk(p)
     values, kept = _problem_values(p, walk)
     groups = _group_arguments(p, wanted, sums)
@@ -113,10 +116,23 @@ def _run_backward(
     slope = slope_unit(p, wanted)
     with borrowed(*_query_layouts(p, grad_out, blocks), shares) as places:
         arguments = struct.pack(
-            BACKWARD, *values, *_tensor(output.out), *_tensor(grad_out), output.lse.data_ptr(), _address(grad_lse), delta.data_ptr(), blocks, blocks_per_tile,
-            *places, begun.data_ptr(), *[t.data_ptr() for t in found], 0 if slope is None else address_of(library_of(slope), "slope"),
-            *groups.values[:2], chunks, *groups.values[2:],
-        )  # fmt: skip
+            BACKWARD,
+            *values,
+            *_tensor(output.out),
+            *_tensor(grad_out),
+            output.lse.data_ptr(),
+            _address(grad_lse),
+            delta.data_ptr(),
+            blocks,
+            blocks_per_tile,
+            *places,
+            begun.data_ptr(),
+            *[t.data_ptr() for t in found],
+            0 if slope is None else address_of(library_of(slope), "slope"),
+            *groups.values[:2],
+            chunks,
+            *groups.values[2:],
+        )
         _kernel("backward", p.dtype)(arguments)
     del kept
 
@@ -172,10 +188,27 @@ def _problem_values(p: Problem, walk: Walk) -> tuple[list[Any], Any]:
     sinks = None if p.sinks is None else p.sinks.to(p.inner_dtype).contiguous()
     dropped = p.dropout_p > 0
     values = [
-        threads.pool(), torch.get_num_threads(), p.batch, p.heads, p.kv_heads, p.q_len, p.kv_len, p.head_dim, p.v_dim,
-        *_tensor(p.query), *_tensor(p.key), *_tensor(p.value), *walk.values, *mask.values, *score.values, 0 if sinks is None else sinks.data_ptr(),
-        float(p.scale), keep_scale(p.dropout_p) if dropped else 1.0, threshold(p.dropout_p), scalar_seed(p) if dropped else 0,
-    ]  # fmt: skip
+        threads.pool(),
+        torch.get_num_threads(),
+        p.batch,
+        p.heads,
+        p.kv_heads,
+        p.q_len,
+        p.kv_len,
+        p.head_dim,
+        p.v_dim,
+        *_tensor(p.query),
+        *_tensor(p.key),
+        *_tensor(p.value),
+        *walk.values,
+        *mask.values,
+        *score.values,
+        0 if sinks is None else sinks.data_ptr(),
+        float(p.scale),
+        keep_scale(p.dropout_p) if dropped else 1.0,
+        threshold(p.dropout_p),
+        scalar_seed(p) if dropped else 0,
+    ]
     return values, (mask, score, sinks, walk)
 
 
@@ -254,7 +287,7 @@ def private_copies(p: Problem, wanted: frozenset[int]) -> int:
     return max(1, min(PRIVATE_GROUPS, p.batch * p.kv_heads, PRIVATE_BYTES // max(size, 1)))
 
 
-def _nothing_to_attend(p: Problem, out: Tensor, lse: Tensor, highest: Tensor) -> Output:
+def _nothing_to_attend(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor) -> Output:
     """No keys at all: outputs are 0; the sink, where there is one, is the whole sum."""
     lse = lse.fill_(-torch.inf) if p.sinks is None else p.sinks.to(p.inner_dtype).view(1, -1, 1).expand_as(lse).contiguous()
-    return Output(out.zero_(), lse, highest.fill_(-torch.inf))
+    return Output(out.zero_(), lse, max_score.fill_(-torch.inf))

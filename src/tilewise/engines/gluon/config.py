@@ -1,50 +1,105 @@
-"""How the Hopper kernels are cut, by head dim. Measured on an H200; docs/kernels/hopper.md tells the story."""
+"""Tile sizes, stages and register budgets of the Hopper kernels, by head dim. Measured on an H200; docs/kernels/hopper.md tells the story.
 
+The dataclasses are constants of the kernels. Nothing here needs Triton.
+"""
+
+from dataclasses import dataclass
 from functools import lru_cache
 
-from tilewise.engines.gluon.cuts import BackwardCut, ForwardCut
-from tilewise.engines.gluon.patches import width
-from tilewise.problem import Problem
+from tilewise.core.problem import Problem
+from tilewise.engines.gluon.named_barriers import FWD_Q_FREE
+from tilewise.engines.gluon.patches import grid_width
 
 ROWS = 64  # query rows of a warpgroup
 
 
-def padded(size: int) -> int:
-    """The head dim in shared memory, where the copy engine writes zeros past the tensor's own."""
+@dataclass(frozen=True)
+class ForwardConfig:
+    d: int  # head dims in shared memory, zeros past the tensors' own
+    dv: int
+    block_n: int  # keys of a step
+    warpgroups: int  # consumers: a query tile has 64 rows for each
+    k_stages: int
+    v_stages: int  # three and more: V is awaited a step ahead, under the softmax
+    ping_pong: bool  # consumers take turns at issuing products
+    own_o_buffer: bool  # O leaves through its own shared memory, so that the next Q can load at once
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return ROWS * self.warpgroups, self.block_n
+
+    @property
+    def q_free(self) -> int:
+        """The named barrier by which Q is released."""
+        return FWD_Q_FREE[self.warpgroups]
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and of the producer's threads."""
+        return (240, 24) if self.warpgroups == 2 else (160, 32)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    d: int  # head dim in shared memory, of keys and values alike: 64, 128 or 256
+    stages: int  # query tiles in flight
+
+    @property
+    def is_wide(self) -> bool:
+        """A warpgroup has dV or dK of all keys of a program, instead of both of half of them."""
+        return self.d > 128
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a step. A warpgroup computes half of dQ's rows (D = 64), or half of its columns."""
+        return 128 if self.d == 64 else 64
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a program."""
+        return 64 if self.is_wide else 128
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_m, self.block_n
+
+    @property
+    def dq_columns(self) -> int:
+        """Of dQ that a warpgroup computes: 64 of its rows at a time."""
+        return 128 if self.is_wide else 64
+
+    @property
+    def release_threads(self) -> int:
+        """Threads that release a stage of queries: the store warp's if dQ leaves through it, otherwise the consumers'."""
+        return 32 if self.is_wide else 256
+
+
+def smem_dim(size: int) -> int:
+    """The head dim in shared memory, where TMA writes zeros past the tensor's own."""
     return max(64, 1 << (size - 1).bit_length())
 
 
-def forward_cut(p: Problem) -> ForwardCut:
-    if "forward cut" not in p.memory:
-        given = p.tiles is not None and p.tiles.given
-        p.memory["forward cut"] = _forward_cut(padded(p.head_dim), padded(p.v_dim), given, width(p) is not None)
-    found: ForwardCut = p.memory["forward cut"]
-    return found
-
-
-def _forward_cut(d: int, dv: int, given: bool, patched: bool) -> ForwardCut:
-    widest = max(d, dv)
-    if patched:  # smaller tiles leave out more
-        return ForwardCut(d, dv, block_n=64, warpgroups=2, k_stages=4, v_stages=4, ping_pong=True, own_o_buffer=True)
-    if widest == 64 and not given:
-        return ForwardCut(d, dv, block_n=128, warpgroups=3, k_stages=3, v_stages=3, ping_pong=True, own_o_buffer=True)
-    if widest <= 128:
-        return ForwardCut(d, dv, block_n=128, warpgroups=2, k_stages=3, v_stages=2, ping_pong=True, own_o_buffer=True)
-    return ForwardCut(d, dv, block_n=64, warpgroups=2, k_stages=2, v_stages=2, ping_pong=False, own_o_buffer=d != dv)
-
-
-def forward_tile(cut: ForwardCut) -> tuple[int, int]:
-    return ROWS * cut.warpgroups, cut.block_n
-
-
-def backward_cut(p: Problem) -> BackwardCut:
-    return _backward_cut(max(padded(p.head_dim), padded(p.v_dim)))
+def forward_config(p: Problem) -> ForwardConfig:
+    given = p.tiles is not None and p.tiles.given
+    return _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), given, grid_width(p) is not None)
 
 
 @lru_cache(maxsize=64)
-def _backward_cut(d: int) -> BackwardCut:
-    return BackwardCut(d, stages=2)
+def _forward_config(d: int, dv: int, given: bool, patched: bool) -> ForwardConfig:
+    widest = max(d, dv)
+    if patched:  # smaller tiles leave out more
+        return ForwardConfig(d, dv, block_n=64, warpgroups=2, k_stages=4, v_stages=4, ping_pong=True, own_o_buffer=True)
+    if widest == 64 and not given:
+        return ForwardConfig(d, dv, block_n=128, warpgroups=3, k_stages=3, v_stages=3, ping_pong=True, own_o_buffer=True)
+    if widest <= 128:
+        return ForwardConfig(d, dv, block_n=128, warpgroups=2, k_stages=3, v_stages=2, ping_pong=True, own_o_buffer=True)
+    return ForwardConfig(d, dv, block_n=64, warpgroups=2, k_stages=2, v_stages=2, ping_pong=False, own_o_buffer=d != dv)
 
 
-def backward_tile(cut: BackwardCut) -> tuple[int, int]:
-    return cut.block_m, cut.block_n
+def backward_config(p: Problem) -> BackwardConfig:
+    return _backward_config(max(smem_dim(p.head_dim), smem_dim(p.v_dim)))
+
+
+@lru_cache(maxsize=64)
+def _backward_config(d: int) -> BackwardConfig:
+    return BackwardConfig(d, stages=2)

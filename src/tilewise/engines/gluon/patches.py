@@ -1,29 +1,27 @@
-"""Neighborhoods on a grid: the copy engine brings patches of 8 points by a few, so that tiles are patches and nothing has to be copied first.
+"""Neighborhoods on a grid: TMA loads patches of 8 points by a few, so that tiles are patches and nothing has to be copied first.
 
 Tokens are computed in the order of strips (lang.rewrite.in_patches): rows of the grid are taken HEIGHT at a time and walked column by
-column. Seen as (..., columns, rows, head dim), a tensor has the tokens of such a tile in one box. Maps, stencils and scores are those of
-the problem in that order; tensors, lse and everything that is done again stay in the order they are given in.
+column. Seen as (..., columns, rows, head dim), a tensor has the tokens of such a tile in one box. Maps, mask bits and scores are those of
+the problem in that order; tensors, lse and everything that is computed again stay in the order they are given in.
 """
 
+from functools import lru_cache
 from math import ceil, prod
 
 from torch import Tensor
 
-from tilewise.lang import Call, in_patches
+from tilewise.core.problem import Problem
+from tilewise.lang import BoundProgram, in_patches, parse
 from tilewise.masks import Grid
-from tilewise.problem import Problem
 
 HEIGHT = 8
 COLUMNS = 16  # of the largest box, 128 tokens
 WORTH = 0.8  # of the keys that tiles of whole rows visit: patches that visit more are not taken
 
 
-def width(p: Problem) -> int | None:
+def grid_width(p: Problem) -> int | None:
     """The width of the grid if the problem is computed in patches, else None."""
-    if "width" not in p.memory:
-        p.memory["width"] = p.grid.shape[1] if p.grid is not None and _fits(p, p.grid) and _pays(p.grid) else None
-    found: int | None = p.memory["width"]
-    return found
+    return p.grid.shape[1] if p.grid is not None and _fits(p, p.grid) and _pays(p.grid) else None
 
 
 def _fits(p: Problem, grid: Grid) -> bool:
@@ -32,6 +30,7 @@ def _fits(p: Problem, grid: Grid) -> bool:
     return whole and p.dropout_p == 0 and p.tiles is None and max(p.head_dim, p.v_dim) <= 128
 
 
+@lru_cache(maxsize=256)
 def _pays(grid: Grid) -> bool:
     """Whether 128 queries visit clearly fewer keys in patches, away from the grid's border."""
     wide, (down, along) = grid.shape[1], grid.window
@@ -45,31 +44,31 @@ def _pays(grid: Grid) -> bool:
 
 def in_strips(p: Problem) -> Problem:
     """The problem whose mask and score see tokens in the order of strips; its tensors are as they are."""
-    if p.grid is None or width(p) is None:
+    if p.grid is None or grid_width(p) is None:
         return p
-    if "strips" not in p.memory:
-        p.memory["strips"] = (_rewritten(p.mask, p.grid), _rewritten(p.score, p.grid), {"width": width(p)})
-    mask, score, memory = p.memory["strips"]
-    return p.with_tensors(mask=_with_captures(mask, p.mask), score=_with_captures(score, p.score), memory=memory, grid=None)
+    return p.with_tensors(mask=_in_strips(p.mask, p.grid), score=_in_strips(p.score, p.grid), grid=None)
 
 
-def _rewritten(call: Call | None, grid: Grid) -> Call | None:
-    if call is None:
+def _in_strips(bound: BoundProgram | None, grid: Grid) -> BoundProgram | None:
+    if bound is None:
         return None
+    made = _rewritten(bound.program.text, bound.ints, grid.shape)
+    return BoundProgram(made.program, bound.captures, made.ints, bound.floats, bound.repeatable)
+
+
+@lru_cache(maxsize=256)
+def _rewritten(text: str, ints: tuple[int, ...], shape: tuple[int, ...]) -> BoundProgram:
+    bound = BoundProgram(parse(text), (), ints)
     for name in ("q", "kv"):
-        call = in_patches(call, name, grid.shape, (HEIGHT,))
-    return Call(call.program, (), call.ints, call.floats)
+        bound = in_patches(bound, name, shape, (HEIGHT,))
+    return bound
 
 
-def _with_captures(made: Call | None, call: Call | None) -> Call | None:
-    return made if made is None or call is None else Call(made.program, call.captures, made.ints, call.floats, call.repeatable)
-
-
-def box(rows: int, columns: int, wide: int | None) -> tuple[int, ...]:
+def tma_box(rows: int, columns: int, width: int | None) -> tuple[int, ...]:
     """The block of a (batch, heads, tokens, head dim) tensor that holds a tile of so many tokens."""
-    return (1, 1, rows, columns) if wide is None else (1, 1, rows // HEIGHT, HEIGHT, columns)
+    return (1, 1, rows, columns) if width is None else (1, 1, rows // HEIGHT, HEIGHT, columns)
 
 
-def as_boxes(t: Tensor, wide: int | None) -> Tensor:
-    """A tensor as the copy engine sees it."""
-    return t if wide is None else t.unflatten(2, (-1, wide)).transpose(2, 3)
+def tma_view(t: Tensor, width: int | None) -> Tensor:
+    """A tensor as TMA sees it."""
+    return t if width is None else t.unflatten(2, (-1, width)).transpose(2, 3)

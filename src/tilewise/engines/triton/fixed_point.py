@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.problem import Problem
 from tilewise.lang import derive
-from tilewise.problem import Problem
 
 BITS = 62  # of a total: one is the sign's, one is left over for roundings
 

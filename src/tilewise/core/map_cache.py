@@ -1,0 +1,135 @@
+"""Tile maps of problems, cut for an engine's tiles and cached: the plan's contents layer.
+
+A map depends on its mask's program and numbers, on the sizes of the problem, and on the contents of the tensors its mask captures.
+`contents_key` stands for the last: a tensor changed in place or replaced gives another key, and an unchanged one is never looked at again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import Problem
+from tilewise.core.weak_cache import WeakCache
+from tilewise.errors import MisuseError
+from tilewise.lang import BoundProgram
+from tilewise.tiles import Geometry, Look, Runs, TileMap, from_call
+
+MAX_MAPS = 64
+MAX_BYTES = 2**30
+
+
+def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    """What the contents of tensors are known by; None if their changes leave no trace (inference tensors have no version).
+
+    Identity, and `_version`, which torch raises with every change in place, would do if nobody assigned to `.data`: that swaps a tensor's memory, shape,
+    strides or dtype behind both, so these are part of the key. What writes through a pointer of its own (numpy, DLPack) is not seen: docs/masks.md.
+    Ids get reused: caches that outlive the tensors check identity too (weak_cache.py).
+    """
+    if any([t.is_inference() for t in tensors]):
+        return None
+    return tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+
+
+class _Kept(NamedTuple):
+    """A map without its mask, which holds the captured tensors."""
+
+    geometry: Geometry
+    partial: Runs
+    full: Runs
+    derived: dict[str, Any]
+
+
+class MapCache:
+    """The most recently used maps. Captured tensors are held weakly: the cache keeps none of them alive, and no map that lost one."""
+
+    def __init__(self, size: int) -> None:
+        self.built = 0  # how many maps were really built; tests count
+        self._maps: WeakCache[_Kept] = WeakCache(size)
+        self._bytes = 0  # made for maps since they were last forgotten
+        self.on_clear: list[Callable[[], None]] = []  # called when everything is forgotten: others remember what was made for maps
+
+    def get(self, call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None = None) -> TileMap:
+        contents = contents_key(call.captures)
+        if contents is None:
+            return self._build(call, geometry, device, look)
+        key = (call.program.text, call.ints, call.floats, contents, geometry, device)
+        return self._get(key, call.captures, call, False, lambda: self._build(call, geometry, device, look))
+
+    def cut(self, given: TileMap, tile: tuple[int, int]) -> TileMap:
+        """A map given as bare tiles, cut smaller; known by the tensors it is made of."""
+        if tile == given.tile:
+            return given
+        tensors = tuple(getattr(runs, field) for runs in (given.partial, given.full) for field in ("offsets", "start", "count"))
+        contents = contents_key(tensors)
+        if contents is None:
+            return _recut(given, tile)
+        key = ("given", contents, given.geometry, tile)
+        return self._get(key, tensors, given.mask, True, lambda: _recut(given, tile))
+
+    def _get(self, key: Any, tensors: tuple[Tensor, ...], mask: BoundProgram | None, given: bool, make: Callable[[], TileMap]) -> TileMap:
+        found = self._maps.find(key, tensors)
+        if found is not None:
+            return TileMap(found.geometry, found.partial, found.full, mask, given=given, derived=found.derived)
+        made = make()
+        publish(made.device)
+        self._maps.keep(key, tensors, _Kept(made.geometry, made.partial, made.full, made.derived))
+        return made
+
+    def _build(self, call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None) -> TileMap:
+        refuse_capture(device)
+        self.built += 1
+        return from_call(call, geometry, "mask", device, look)
+
+    def weigh(self, size: int) -> None:
+        """An engine made something of this many bytes that is kept as long as its map is. When all that grows large, everything is forgotten."""
+        self._bytes += size
+        if self._bytes > MAX_BYTES:
+            self.clear()
+            self._bytes = size
+
+    def clear(self) -> None:
+        self._maps.clear()
+        self._bytes = 0
+        for callback in self.on_clear:
+            callback()
+
+
+def _recut(given: TileMap, tile: tuple[int, int]) -> TileMap:
+    refuse_capture(given.device)
+    return given.recut(tile)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Making a map waits for the GPU, which would end a capture with an error that names neither."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise MisuseError(
+            "the tile map of this mask is not there yet and cannot be made while a CUDA graph is captured: call attention once before the capture, "
+            "with the same mask on tensors of the same sizes (and its backward, if that is captured too)"
+        )
+
+
+def publish(device: torch.device) -> None:
+    """Synchronise before something made on the current stream is put in a cache, where other streams find it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+maps = MapCache(MAX_MAPS)
+
+
+def map_of(problem: Problem, tile: tuple[int, int], look: Look | None = None) -> TileMap | None:
+    """The problem's map on tiles of this size; None where everything is attended.
+
+    A map the user gave keeps its own tiles if these do not divide them. An engine may bring its own way to look into tiles.
+    """
+    given = problem.tiles
+    if given is not None and given.given:
+        divides = given.tile[0] % tile[0] == 0 and given.tile[1] % tile[1] == 0
+        return maps.cut(given, tile) if divides else given
+    if problem.mask is None:
+        return None
+    uses = problem.mask.program.uses  # one map serves whatever the mask does not look at
+    geometry = Geometry(problem.batch if "b" in uses else 1, problem.heads if "h" in uses else 1, problem.q_len, problem.kv_len, tile)
+    return maps.get(problem.mask, geometry, problem.device, look)

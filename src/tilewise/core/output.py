@@ -1,0 +1,25 @@
+"""What engines return."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Output(NamedTuple):
+    """out (B, H, Sq, Dv) in the query's dtype; lse and the largest score of each row (B, H, Sq), fp32 or fp64, natural logarithm."""
+
+    out: Tensor
+    lse: Tensor
+    max_score: Tensor
+
+
+@dataclass
+class Gradients:
+    """Gradients of the inputs; those of the score's captures by slot."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+    captures: dict[int, Tensor] = field(default_factory=dict)

@@ -1,0 +1,25 @@
+"""The plan: what an engine keeps between "what is asked" (Problem) and "run", for calls that are alike.
+
+What makes a repeated call quick is kept in three layers. Each has its key in one place, with the reason why it is complete:
+
+    call        frontend/call_cache.py         CallKey        -> CachedCall: engine, problem without its tensors, plan
+    contents    core/map_cache.py              contents_key   -> tile maps, and the launches that hold a map's addresses
+    structure   engines/gpu/kernel_cache.py    KernelRequest  -> compiled kernels
+                engines/triton/fitting.py      FitKey         -> tile sizes that fit the GPU
+                engines/gpu/mods.py            _function's    -> generated mask and score functions
+                engines/cpp/libraries.py                      -> compiled C++
+
+A plan lives as long as the cached call it belongs to, or for one call where that cannot be remembered.
+"""
+
+from torch import Tensor
+
+from tilewise.core.output import Output
+
+
+class Plan:
+    """What one engine has prepared for calls that are alike. Engines that prepare nothing use this one."""
+
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_captures: tuple[Tensor, ...]) -> Output | None:
+        """The forward of a call like an earlier one, from its tensors alone; None where the call has to go through the engine."""
+        return None

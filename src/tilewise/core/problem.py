@@ -1,0 +1,353 @@
+"""The problem: what one call asks for, checked. Every argument check lives here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InputError
+from tilewise.lang import BoundProgram, trace_mask, trace_score
+from tilewise.masks import Grid, causal
+from tilewise.scores import ScoreFunction, Sinks, as_scores, coverage
+from tilewise.scores import bias as additive_bias
+from tilewise.tiles import Extent, TileMap, read_mask
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST_HEAD_DIM = 512
+
+# Where batch, heads, sequence and head dim lie in each layout.
+LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "hbsd": (1, 0, 2, 3), "sbhd": (1, 2, 0, 3)}
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One attention call. Tensors are (batch, heads, sequence, head dim) views, whatever layout they came in."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: BoundProgram | None
+    tiles: TileMap | None  # only where the user gave a map
+    score: BoundProgram | None
+    sinks: Tensor | None  # [H] logits in the softmax's denominator
+    scale: float
+    dropout_p: float
+    seed: Tensor | None  # one int64, where there is dropout
+    deterministic: bool
+    dense_mask: Tensor | None = None  # the mask as SDPA takes it, for the engine that does: nothing reads it, and it is no part of `mask`
+    grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
+
+    def with_tensors(self, **tensors: Any) -> "Problem":
+        """The same problem of other tensors. `dataclasses.replace` takes several times as long."""
+        other = object.__new__(Problem)
+        other.__dict__.update(self.__dict__, **tensors)
+        return other
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def q_len(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def kv_len(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def v_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.query.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def inner_dtype(self) -> torch.dtype:
+        """The precision scores, softmax and sums are kept in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those a gradient can be asked for."""
+        captures = () if self.score is None else self.score.captures
+        return [self.query, self.key, self.value, *captures, *([] if self.sinks is None else [self.sinks])]
+
+    @property
+    def learned(self) -> frozenset[int]:
+        """The score's captures that want a gradient, by slot."""
+        return frozenset() if self.score is None else frozenset(k for k, t in enumerate(self.score.captures) if t.requires_grad)
+
+    @property
+    def flops(self) -> int:
+        """Of a forward in which everything is attended."""
+        return 2 * self.batch * self.heads * self.q_len * self.kv_len * (self.head_dim + self.v_dim)
+
+    @property
+    def is_causal_only(self) -> bool:
+        return self.mask is not None and self.tiles is None and self.mask.program.text == CAUSAL_TEXT
+
+    def describe(self) -> str:
+        kv = "" if self.kv_len == self.q_len else f" over {self.kv_len} keys"
+        return f"{tuple(self.query.shape)}{kv} {str(self.dtype).removeprefix('torch.')} on {self.device.type}"
+
+
+CAUSAL_TEXT = trace_mask(causal.function).program.text
+
+
+class DenseMask(NamedTuple):
+    """A mask tensor that is to be handed to torch's SDPA as it is: boolean, or added to the scores, and broadcast as torch does."""
+
+    tensor: Tensor
+
+
+class Options(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    scale: float | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    enable_gqa: bool = False
+    deterministic: bool | None = None
+    seed: int | Tensor | None = None
+
+    def without_causal(self) -> "Options":
+        return self._replace(is_causal=False)
+
+
+def make_problem(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, options: Options
+) -> tuple[Problem, str]:
+    """The problem of (batch, heads, sequence, head dim) tensors, and its mask's name."""
+    check_tensors(query, key, value, options.enable_gqa)
+    query, key, value = autocast(query, key, value)
+    key, value = broadcast_batch(query, key, value)
+    extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if 0 in extent:  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
+        mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
+    dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
+    check_covers([mask, *as_scores(score)], extent)
+    reading = read_mask(mask, extent, query.device)
+    call, name = reading.call, reading.name
+    if options.is_causal:
+        call, name = _with_causal(mask, call, reading.tiles, name, query.device)
+    scores = list(as_scores(score))
+    if reading.bias is not None:
+        scores.append(additive_bias(reading.bias))
+    sinks = [s.logits for s in scores if isinstance(s, Sinks)]
+    functions = tuple([s for s in scores if not isinstance(s, Sinks)])
+    inner = torch.float64 if query.dtype == torch.float64 else torch.float32
+    program = trace_score(functions, inner, query.device) if functions else None
+    problem = Problem(
+        query=query,
+        key=key,
+        value=value,
+        mask=_on_device(call, query.device),
+        tiles=_same_device(reading.tiles, query.device),
+        score=_on_device(program, query.device),
+        sinks=check_sinks(sinks, query),
+        scale=1.0 / math.sqrt(query.shape[3]) if options.scale is None else check_scale(options.scale),
+        dropout_p=check_dropout(options.dropout_p),
+        seed=seed_tensor(options.seed, options.dropout_p),
+        deterministic=torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic,
+        dense_mask=dense if dense is None or dense.dtype == torch.bool else dense.to(query.dtype),
+        grid=reading.grid,
+    )
+    return problem, name if dense is None else f"tensor{list(dense.shape)}"
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def to_bhsd(tensor: Tensor, layout: str, heads: int | None, name: str) -> Tensor:
+    """A view as (batch, heads, sequence, head dim)."""
+    if layout not in LAYOUTS:
+        raise InputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if layout == "bhsd" and heads is None and tensor.dim() == 4:
+        return tensor
+    if tensor.dim() == 3:
+        if heads is None:
+            raise InputError(f"{name} has 3 dimensions {tuple(tensor.shape)}: pass heads= for (batch, sequence, heads * head dim), or a 4-D tensor")
+        if heads < 1 or tensor.shape[2] % heads:
+            raise InputError(f"{name} has {tensor.shape[2]} features, which {heads} heads do not divide")
+        return tensor.unflatten(2, (heads, tensor.shape[2] // heads)).transpose(1, 2)
+    if tensor.dim() != 4:
+        raise InputError(f"{name} must have 4 dimensions (layout {layout!r}), or 3 with heads=, got shape {tuple(tensor.shape)}")
+    if heads is not None:
+        raise InputError(f"heads= is for 3-D tensors (batch, sequence, heads * head dim); {name} has shape {tuple(tensor.shape)}")
+    return tensor.permute(LAYOUTS[layout])
+
+
+def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
+    """The way back of to_bhsd for the output."""
+    if flat:
+        return tensor.transpose(1, 2).flatten(2)
+    if layout == "bhsd":
+        return tensor
+    places = LAYOUTS[layout]
+    return tensor.permute([places.index(d) for d in range(4)])
+
+
+def kv_heads_of(query: Tensor, key: Tensor, heads: int | None) -> int | None:
+    """How many heads 3-D keys and values have, given the query's: the key's head dim is the query's, the value's may differ."""
+    if heads is None or query.dim() != 3 or key.dim() != 3:
+        return heads
+    head_dim = query.shape[2] // max(heads, 1)
+    return key.shape[2] // head_dim if head_dim and key.shape[2] % head_dim == 0 else heads
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    named = (("query", query), ("key", key), ("value", value))
+    if len({t.device for _, t in named}) > 1:
+        raise InputError("query, key and value must be on one device, got " + ", ".join([f"{n} on {t.device}" for n, t in named]))
+    if len({t.dtype for _, t in named}) > 1 and not _autocast_dtype(query):
+        raise InputError("query, key and value must have one dtype, got " + ", ".join([f"{n} {t.dtype}" for n, t in named]))
+    for name, tensor in named:
+        if tensor.dtype not in DTYPES:
+            raise InputError(f"{name} has dtype {tensor.dtype}; allowed are float16, bfloat16, float32 and float64")
+    if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
+        raise _mismatch("key and value must have the query's batch size, or 1", query, key, value)
+    if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
+        raise _mismatch("key and value must have the same heads and length", query, key, value)
+    if query.shape[3] != key.shape[3]:
+        raise _mismatch("query and key must have the same head dim", query, key, value)
+    for name, size in (("query and key", query.shape[3]), ("value", value.shape[3])):
+        if not 1 <= size <= LARGEST_HEAD_DIM:
+            raise InputError(f"head dims go from 1 to {LARGEST_HEAD_DIM}, got {size} for {name}")
+    check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def _mismatch(rule: str, query: Tensor, key: Tensor, value: Tensor) -> InputError:
+    shapes = ", ".join([f"{n} {tuple(t.shape)}" for n, t in (("query", query), ("key", key), ("value", value))])
+    return InputError(f"{rule}, got (batch, heads, sequence, head dim) {shapes}")
+
+
+def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    if heads == kv_heads:
+        return
+    if not enable_gqa:
+        raise InputError(
+            f"Expect query and key/value to have the same number of heads but got Hq={heads} and Hkv={kv_heads}. Try setting enable_gqa=True for GQA."
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise InputError(f"Expect number of query heads to be a multiple of kv heads for GQA but got Hq={heads} and Hkv={kv_heads}.")
+
+
+def _autocast_dtype(query: Tensor) -> torch.dtype | None:
+    kind = query.device.type
+    if kind == "meta":
+        return None
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _autocast_dtype(query)
+    return (query, key, value) if dtype is None else (query.to(dtype), key.to(dtype), value.to(dtype))
+
+
+def broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    if key.shape[0] == query.shape[0]:
+        return key, value
+    return key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+
+
+# -- masks, scores, dropout ------------------------------------------------------------------------------------------
+
+
+def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, name: str, device: torch.device) -> tuple[BoundProgram, str]:
+    """is_causal on top of whatever mask was given."""
+    if tiles is not None:
+        raise InputError("is_causal=True with a map of tiles: build the map from `masks.causal & mask` instead")
+    if call is None:
+        return causal.traced(), "causal"
+    if callable(mask):
+        return trace_mask(lambda b, h, q, kv: mask(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
+    allowed = call.captures[0]
+    sizes = [size == 1 for size in allowed.shape]
+
+    def both(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        place = (b, h, q, kv)[4 - len(sizes) :]
+        return allowed[tuple([0 if one else i for one, i in zip(sizes, place, strict=True)])] & (q >= kv)
+
+    return trace_mask(both, device), f"{name} & causal"
+
+
+def _on_device(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:
+    """Captured tensors follow the query to its device; those of no dimensions may stay."""
+    if call is None or all([t.device == device for t in call.captures]):
+        return call
+    return BoundProgram(call.program, tuple([t.to(device) for t in call.captures]), call.ints, call.floats)
+
+
+def _same_device(tiles: TileMap | None, device: torch.device) -> TileMap | None:
+    if tiles is not None and tiles.device.type != device.type:
+        raise InputError(f"Expect q/k/v and block_mask to be on the same device but got {device} and {tiles.device}; move the map with .to({str(device)!r})")
+    return tiles
+
+
+def check_covers(given: list[Any], extent: Extent) -> None:
+    """Masks and scores of this library know how many queries, keys, heads and batch elements they are made for."""
+    having = {"b": (extent.batch, "batch elements"), "h": (extent.heads, "heads"), "q": (extent.q_len, "queries"), "kv": (extent.kv_len, "keys")}
+    for known in coverage(given):
+        count, name = having[known.axis]
+        if count > known.size or (known.exactly and count < known.size):
+            raise InputError(f"{known.what} is made for {known.size} {name}, the call has {count}: make it for as many (expand a tensor of one for all)")
+
+
+def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:
+    if not sinks:
+        return None
+    if len(sinks) > 1:
+        raise InputError(f"at most one scores.sinks can be given, got {len(sinks)}")
+    if sinks[0].shape != (query.shape[1],):
+        raise InputError(f"sinks must have one logit per query head: {query.shape[1]}, got shape {tuple(sinks[0].shape)}")
+    return sinks[0].to(query.device)
+
+
+def check_scale(scale: Any) -> float:
+    if isinstance(scale, Tensor):  # its gradient would be lost
+        raise InputError("scale must be a number, got a tensor; a learned scale is a score: score=lambda s, b, h, q, kv: s * scale")
+    return scale
+
+
+def check_dropout(p: float) -> float:
+    if not 0.0 <= p <= 1.0:
+        raise InputError(f"dropout_p must be from 0 to 1, got {p}")
+    return float(p)
+
+
+def seed_tensor(seed: int | Tensor | None, dropout_p: float) -> Tensor | None:
+    """The seed as a tensor; without one, torch's own generator draws it, so that torch.manual_seed repeats it."""
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(0, 2**62, (), dtype=torch.int64)
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64:
+            raise InputError(f"seed must be an int or a tensor with one int64, got {seed.dtype} of shape {tuple(seed.shape)}")
+        return seed.reshape(())
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed must be from 0 to 2**63 - 1, got {seed}")
+    return torch.tensor(seed, dtype=torch.int64)

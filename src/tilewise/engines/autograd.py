@@ -1,0 +1,70 @@
+"""Eager mode: plain tensors reach the engine through one autograd function, for a fraction of the host time of the torch operator.
+
+Everything that needs the operator (torch_op.py) goes through it: torch.compile, fake tensors, tensor subclasses, torch.func transforms.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.output import Output
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.engines.base import Engine
+from tilewise.engines.torch_op import Once, as_laid_out, without_autocast
+
+NOTHING = torch.empty(0)
+
+
+def run_eager(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    captures = () if problem.score is None else problem.score.captures
+    differentiable = (problem.query, problem.key, problem.value, problem.sinks, *captures)
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in differentiable]):
+        return Output(*_Attention.apply(engine, problem, plan, *differentiable))
+    return _forward(engine, problem, plan)
+
+
+def _forward(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    if torch.is_autocast_enabled(problem.device.type):
+        with without_autocast(problem.device):
+            output = engine.forward(problem, plan)
+    else:
+        output = engine.forward(problem, plan)
+    out = as_laid_out(output.out, problem)
+    return output if out is output.out else Output(out, output.lse, output.max_score)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, problem: Problem, plan: Plan, *differentiable: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        output = _forward(engine, problem, plan)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output.max_score)
+        ctx.engine, ctx.plan = engine, plan
+        ctx.problem = problem.with_tensors(query=NOTHING, key=NOTHING, value=NOTHING, sinks=None, score=None)  # its tensors are saved below
+        ctx.score = None if problem.score is None else problem.score.with_captures(())
+        watched = [*([] if problem.mask is None else problem.mask.captures), *([] if problem.seed is None else [problem.seed])]
+        ctx.count = len(differentiable)
+        ctx.save_for_backward(*differentiable, *output, *watched)  # the last, so that torch notices if they are changed in place
+        return output.out, output.lse, output.max_score
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        differentiable, output = saved[: ctx.count], Output(*saved[ctx.count : ctx.count + 3])
+        query, key, value, sinks, *captures = differentiable
+        score = None if ctx.score is None else ctx.score.with_captures(tuple(captures))
+        problem = ctx.problem.with_tensors(query=query, key=key, value=value, sinks=sinks, score=score)
+        wanted = frozenset(k for k, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
+        if grad_out is None:
+            grad_out = torch.zeros_like(output.out)
+        with torch.no_grad(), without_autocast(problem.device):
+            found = ctx.engine.backward(problem, ctx.plan, output, grad_out, grad_lse, wanted)
+        gradients = [found.query, found.key, found.value, found.sinks, *(found.captures.get(k) for k in range(len(captures)))]
+        if torch.is_grad_enabled():
+            there = [k for k, g in enumerate(gradients) if g is not None]
+            marked = Once.apply([gradients[k] for k in there], *differentiable, grad_out, grad_lse)
+            for k, g in zip(there, marked, strict=True):
+                gradients[k] = g
+        return (None, None, None, *gradients)

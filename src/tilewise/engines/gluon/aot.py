@@ -1,0 +1,46 @@
+"""Ahead-of-time builds of the Hopper kernels a problem needs."""
+
+import torch
+
+from tilewise.core.output import Output
+from tilewise.core.problem import Problem
+from tilewise.engines.base import like_query
+from tilewise.engines.gluon import launches
+from tilewise.engines.gluon.config import backward_config, forward_config
+from tilewise.engines.gluon.patches import in_strips
+from tilewise.engines.gluon.tile_schedule import MapAxis, bits_launch, key_axis, query_axis
+from tilewise.engines.gpu.aot import Candidates
+
+
+def forward_launches(p: Problem) -> list[Candidates]:
+    output = _output(p)
+    counter = torch.empty(1, dtype=torch.int32, device=p.device)
+    return [
+        lambda: [launches.fwd_launch(p, launches.fwd_tensors(p, output, counter))],
+        lambda: [launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output))],
+        *_mask_bits(p, query_axis(forward_config(p))),
+    ]
+
+
+def backward_launches(p: Problem) -> list[Candidates]:
+    (out, lse, _), work = _output(p), launches.Workspace(p)
+    grads = (work.dq, work.dk, work.dv)
+    return [
+        lambda: [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, lse, out, None, work.delta, work))],
+        lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, work.dk, work.dv, work))],
+        lambda: [launches.bwd_postprocess_launch(p, launches.bwd_postprocess_tensors(p, lse, out, work.delta, grads, work))],
+        *_mask_bits(p, key_axis(backward_config(p))),
+    ]
+
+
+def _mask_bits(p: Problem, axis: MapAxis) -> list[Candidates]:
+    if p.mask is None:
+        return []
+    p = in_strips(p)
+    numbers = torch.empty(1, dtype=torch.int32, device=p.device)
+    return [lambda: [bits_launch(p, axis, numbers, axis.schedule(p), numbers)]]
+
+
+def _output(p: Problem) -> Output:
+    rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    return Output(like_query(p.query, p.v_dim), rows, rows)

@@ -1,0 +1,1 @@
+"""The Hopper engine's device code."""

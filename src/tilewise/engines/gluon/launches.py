@@ -1,0 +1,325 @@
+"""The arguments of every Hopper kernel, from a problem and its tensors."""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.output import Output
+from tilewise.core.problem import Problem
+from tilewise.engines.gluon.config import ROWS, backward_config, forward_config
+from tilewise.engines.gluon.mask_bits import kernels
+from tilewise.engines.gluon.patches import grid_width, in_strips, tma_box, tma_view
+from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, key_axis, query_axis
+from tilewise.engines.gpu.arguments import dim_constants, dropout_arguments, mask_within_given_tiles, seed_of, shape_arguments, strides
+from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
+from tilewise.engines.gpu.config import padded_dim
+from tilewise.engines.gpu.launch import Launch, TmaTensor
+from tilewise.engines.gpu.mods import dscore_of, mask_of, mod_arguments, scales, score_of
+
+L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
+PREPROCESS_ROWS = 32
+
+Tensors = dict[str, Any]
+
+
+class Workspace:
+    """The gradients, and what the kernels of a backward hand each other, of one chunk of so many at a time."""
+
+    def __init__(self, p: Problem, count: int = 1) -> None:
+        self.dq, self.dk, self.dv = (t.new_empty(t.shape) for t in (p.query, p.key, p.value))
+        config, rows = backward_config(p), sums_rows(p) // count
+        self.delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+        self.lse_padded, self.delta_padded = self.delta.new_empty((2, rows)).unbind()
+        self.dq_sums = self.delta.new_empty((rows * config.d // 32, 32))
+        key_tiles = p.batch * p.kv_heads // count * -(-p.kv_len // config.block_n)
+        self.nonfinite = torch.empty((key_tiles, 2), dtype=torch.int32, device=p.device)  # whether dK or dV of a key tile holds NaN or Inf, by warpgroup
+
+
+# -- tensors of the kernels, in the order of their parameters --------------------------------------------------------------
+
+
+def tma_tensor(t: Tensor, rows: int, columns: int, width: int | None) -> TmaTensor:
+    """A tensor of the problem's tokens, for tiles of so many of them."""
+    return TmaTensor(tma_view(t, width), tma_box(rows, columns, width))
+
+
+def fwd_tensors(p: Problem, output: Output, counter: Tensor) -> Tensors:
+    config, width = forward_config(p), grid_width(p)
+    return {
+        "q_desc": tma_tensor(p.query, ROWS, config.d, width),
+        "k_desc": tma_tensor(p.key, config.block_n, config.d, width),
+        "v_desc": tma_tensor(p.value, config.block_n, config.dv, width),
+        "o_desc": tma_tensor(output.out, ROWS, config.dv, width),
+        "p_lse": output.lse,
+        "p_max": output.max_score,
+        "p_counter": counter,
+        "p_sinks": p.sinks,
+        "p_seed": seed_of(p),
+    }
+
+
+def fwd_fixup_tensors(p: Problem, output: Output) -> Tensors:
+    return {
+        "p_q": p.query,
+        "p_k": p.key,
+        "p_v": p.value,
+        "p_out": output.out,
+        "p_lse": output.lse,
+        "p_max": output.max_score,
+        "p_sinks": p.sinks,
+        "p_seed": seed_of(p),
+    }
+
+
+def bwd_preprocess_tensors(out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, work: Workspace) -> Tensors:
+    return {
+        "p_out": out,
+        "p_do": grad_out,
+        "p_lse": lse,
+        "p_dlse": dlse,
+        "p_lse_padded": work.lse_padded,
+        "p_delta_padded": work.delta_padded,
+        "p_delta": delta,
+        "p_sum": work.dq_sums,
+    }
+
+
+def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Workspace) -> Tensors:
+    config, width = backward_config(p), grid_width(p)
+    m, n = config.tile
+    return {
+        "q_desc": tma_tensor(p.query, m, config.d, width),
+        "k_desc": tma_tensor(p.key, n, config.d, width),
+        "v_desc": tma_tensor(p.value, n, config.d, width),
+        "do_desc": tma_tensor(grad_out, m, config.d, width),
+        "dk_desc": tma_tensor(dk, 64, config.d, width),
+        "dv_desc": tma_tensor(dv, 64, config.d, width),
+        "dq_desc": TmaTensor(work.dq_sums, (2 * config.dq_columns, 32)),
+        "lse_desc": TmaTensor(work.lse_padded, (m,)),
+        "delta_desc": TmaTensor(work.delta_padded, (m,)),
+        "p_nonfinite": work.nonfinite,
+        "p_seed": seed_of(p),
+    }
+
+
+def bwd_postprocess_tensors(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, ...], work: Workspace) -> Tensors:
+    dq, dk, dv = grads
+    return {
+        "p_q": p.query,
+        "p_k": p.key,
+        "p_v": p.value,
+        "p_do": grad_out,
+        "p_lse": lse,
+        "p_delta": delta,
+        "p_dq": dq,
+        "p_dk": dk,
+        "p_dv": dv,
+        "p_sum": work.dq_sums,
+        "p_nonfinite": work.nonfinite,
+        "p_seed": seed_of(p),
+    }
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def fwd_launch(p: Problem, tensors: Tensors) -> Launch:
+    config, width = forward_config(p), grid_width(p)
+    p = in_strips(p)
+    schedule = hopper_schedule(p, query_axis(config))
+    heads = p.batch * p.heads
+    group = min(heads_per_group(p, schedule) * (p.heads // p.kv_heads), heads)
+    return Launch(
+        "hopper_fwd",
+        kernels,
+        min(heads * schedule.count, sm_count(p.device)),
+        tensors,
+        {
+            "tiles": schedule.tensors,
+            "s_tiles": schedule.strides,
+            **shape_arguments(p),
+            "n_tiles": schedule.count,
+            "n_bh": heads,
+            "n_group": group,
+            "grid_width": width or 0,
+            "scale": scales(p),
+            **dropout_arguments(p),
+            "score": mod_arguments(p)["score"],
+        },
+        {
+            "SCORE": score_of(p, split_index=True),
+            "MAPPED": schedule.mapped,
+            "PATCHED": width is not None,
+            "SINKS": p.sinks is not None,
+            "DROPOUT": p.dropout_p > 0,
+            "C": config,
+        },
+        4,
+        1,
+    )
+
+
+def fwd_fixup_launch(p: Problem, tensors: Tensors) -> Launch:
+    config = forward_config(p)
+    m, n = config.tile
+    schedule = query_axis(config).schedule(p)
+    return Launch(
+        "hopper_fwd_fixup",
+        kernels,
+        p.batch * p.heads * schedule.count,
+        tensors,
+        {
+            "s_q": strides(p.query),
+            "s_k": strides(p.key),
+            "s_v": strides(p.value),
+            "s_out": strides(tensors["p_out"]),
+            "tiles": schedule.tensors,
+            "s_tiles": schedule.strides,
+            **shape_arguments(p),
+            "n_tiles": schedule.count,
+            "scale": scales(p),
+            **dropout_arguments(p),
+            **mod_arguments(p),
+        },
+        {
+            "MASK": mask_of(p),
+            "SCORE": score_of(p),
+            "MAPPED": schedule.mapped,
+            "GIVEN": mask_within_given_tiles(p),
+            "SINKS": p.sinks is not None,
+            "DROPOUT": p.dropout_p > 0,
+            "ROWS": padded_dim(m),
+            "M": m,
+            "N": n,
+            **dim_constants(p),
+        },
+        4,
+        1,
+    )
+
+
+def bwd_preprocess_launch(p: Problem, tensors: Tensors) -> Launch:
+    width, dims = grid_width(p), dim_constants(p)
+    return Launch(
+        "hopper_bwd_preprocess",
+        kernels,
+        p.batch * p.heads * padded_rows(p) // PREPROCESS_ROWS,
+        tensors,
+        {
+            "s_out": strides(tensors["p_out"]),
+            "s_do": strides(tensors["p_do"]),
+            "n_heads": p.heads,
+            "n_q": p.q_len,
+            "n_padded": padded_rows(p),
+            "grid_width": width or 0,
+        },
+        {
+            "HAS_DLSE": tensors["p_dlse"] is not None,
+            "PATCHED": width is not None,
+            "M": PREPROCESS_ROWS,
+            "DV": dims["DV"],
+            "DV_TRUE": dims["DV_TRUE"],
+            "D_SUM": backward_config(p).d,
+        },
+        4,
+        1,
+    )
+
+
+def bwd_launch(p: Problem, tensors: Tensors) -> Launch:
+    config, width = backward_config(p), grid_width(p)
+    p = in_strips(p)
+    schedule = hopper_schedule(p, key_axis(config))
+    return Launch(
+        "hopper_bwd_wide" if config.is_wide else "hopper_bwd",
+        kernels,
+        p.batch * p.kv_heads * schedule.count,
+        tensors,
+        {
+            "tiles": schedule.tensors,
+            "s_tiles": schedule.strides,
+            **shape_arguments(p),
+            "n_tiles": schedule.count,
+            "n_bh": p.batch * p.kv_heads,
+            "n_group": heads_per_group(p, schedule),
+            "n_padded": padded_rows(p),
+            "grid_width": width or 0,
+            "scale": scales(p),
+            **dropout_arguments(p),
+            "score": mod_arguments(p)["score"],
+        },
+        {
+            "SCORE": score_of(p, split_index=True),
+            "DSCORE": dscore_of(p, split_index=True),
+            "MAPPED": schedule.mapped,
+            "PATCHED": width is not None,
+            "DROPOUT": p.dropout_p > 0,
+            "C": config,
+        },
+        4,
+        1,
+    )
+
+
+def bwd_postprocess_launch(p: Problem, tensors: Tensors) -> Launch:
+    width, fwd, bwd = grid_width(p), forward_config(p), backward_config(p)
+    rows, columns = query_axis(fwd).schedule(p), key_axis(bwd).schedule(p)
+    dq_programs = p.batch * p.heads * rows.count
+    return Launch(
+        "hopper_bwd_postprocess",
+        kernels,
+        dq_programs + p.batch * p.kv_heads * columns.count,
+        tensors,
+        {
+            **{f"s_{name}": strides(tensors[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
+            "rows": rows.tensors,
+            "s_rows": rows.strides,
+            "n_rows": rows.count,
+            "columns": columns.tensors,
+            "s_columns": columns.strides,
+            "n_columns": columns.count,
+            "n_dq_programs": dq_programs,
+            **shape_arguments(p),
+            "n_padded": padded_rows(p),
+            "grid_width": width or 0,
+            "scale": scales(p),
+            **dropout_arguments(p),
+            **mod_arguments(p),
+        },
+        {
+            "MASK": mask_of(p),
+            "SCORE": score_of(p),
+            "DSCORE": dscore_of(p),
+            "MAPPED": rows.mapped,
+            "GIVEN": mask_within_given_tiles(p),
+            "PATCHED": width is not None,
+            "DROPOUT": p.dropout_p > 0,
+            "ROWS_M": fwd.tile[0],
+            "ROWS_N": fwd.tile[1],
+            "COLUMNS_M": bwd.tile[0],
+            "COLUMNS_N": bwd.tile[1],
+            **dim_constants(p),
+            "D_SUM": bwd.d,
+        },
+        4,
+        1,
+    )
+
+
+@lru_cache(maxsize=64)
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU: as many persistent programs are launched."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def heads_per_group(p: Problem, schedule: HopperSchedule) -> int:
+    """How many key heads' tiles are mixed, longest first. Without a map all tiles are alike, and those of one head follow each other."""
+    if not schedule.mapped:
+        return 1
+    share = min(1.0, 2 * schedule.density)  # causal maps visit half of the tiles, and all keys
+    bytes_of_head = max(1.0, share * p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size())
+    at_once = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
+    return min(at_once, p.batch * p.kv_heads)

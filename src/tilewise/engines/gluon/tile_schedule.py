@@ -1,0 +1,122 @@
+"""Tile schedules for the Hopper kernels: how many tiles each row has, and the bits of the mask in every tile where it decides."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.map_cache import maps, publish
+from tilewise.core.problem import Problem
+from tilewise.engines.gluon.config import BackwardConfig, ForwardConfig, forward_config
+from tilewise.engines.gluon.mask_bits import pack_mask_bits_launch
+from tilewise.engines.gluon.patches import in_strips
+from tilewise.engines.gpu.arguments import mask_within_given_tiles
+from tilewise.engines.gpu.launch import Launch, prepare
+from tilewise.engines.gpu.tile_classifier import kernel_map
+from tilewise.engines.gpu.tile_schedule import TileSchedule, key_schedule, query_schedule
+from tilewise.tiles import TileMap
+
+ROW_BYTES = 16  # of a tile's mask bits
+MAX_BYTES = 128 * 2**20  # of all mask bits; a mask that decides in more tiles than that is evaluated where it is used, by the Triton engine
+
+
+@dataclass(frozen=True)
+class HopperSchedule:
+    """A tile schedule with mask bits."""
+
+    tiles: TileSchedule
+    tensors: tuple[Any, ...] = (None,) * 8  # order, tiles and masked tiles of each row, offsets, start, count, each row's first mask bits, all mask bits
+    density: float = 1.0  # share of the tiles that are visited
+
+    @property
+    def count(self) -> int:
+        return self.tiles.count
+
+    @property
+    def mapped(self) -> bool:
+        return self.tiles.mapped
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.tiles.strides
+
+
+class MapAxis(NamedTuple):
+    """Along what a map is walked: its rows are query tiles, or key tiles."""
+
+    rows: int  # of a tile
+    columns: int
+    by_keys: bool
+    transposed: bool  # the rows of a tile's mask bits are the map's columns
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return (self.columns, self.rows) if self.by_keys else (self.rows, self.columns)
+
+    @property
+    def bits_shape(self) -> tuple[int, int]:
+        """Rows and columns of a tile's mask bits."""
+        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+
+    def schedule(self, p: Problem) -> TileSchedule:
+        return key_schedule(p, self.tile) if self.by_keys else query_schedule(p, self.tile)
+
+    def tile_map(self, p: Problem) -> TileMap | None:
+        return kernel_map(p, self.tile)
+
+
+def query_axis(config: ForwardConfig) -> MapAxis:
+    return MapAxis(*config.tile, by_keys=False, transposed=False)
+
+
+def key_axis(config: BackwardConfig) -> MapAxis:
+    return MapAxis(*config.tile[::-1], by_keys=True, transposed=config.is_wide)
+
+
+def too_many_mask_bits(p: Problem) -> bool:
+    """Whether a mask decides in so many tiles that its bits would be large. Those of the backward take up to twice as much."""
+    if p.mask is None:
+        return False
+    uses = p.mask.program.uses
+    most = (p.batch if "b" in uses else 1) * (p.heads if "h" in uses else 1) * p.q_len * p.kv_len // 4
+    if most <= MAX_BYTES or p.device.type == "meta":
+        return False
+    axis = query_axis(forward_config(p))
+    tile_map = axis.tile_map(in_strips(p))
+    return tile_map is not None and tile_map.remember("partial tiles", tile_map.partial.total) * axis.rows * ROW_BYTES > MAX_BYTES
+
+
+def hopper_schedule(p: Problem, axis: MapAxis) -> HopperSchedule:
+    """Of a problem whose mask sees tokens in the order in which they are computed."""
+    tiles = axis.schedule(p)
+    if not tiles.mapped:
+        return HopperSchedule(tiles)
+    if p.device.type == "meta":
+        return HopperSchedule(tiles, (*tiles.tensors[:1] * 3, *tiles.tensors[1:], *tiles.tensors[:1] * 2))
+    tile_map = axis.tile_map(p)
+    if tile_map is None or mask_within_given_tiles(p):  # given tiles are not remembered together with what their mask's tensors hold
+        return _with_mask_bits(p, axis, tiles)
+    return tile_map.remember(f"hopper {axis}", lambda: _with_mask_bits(p, axis, tiles))
+
+
+def _with_mask_bits(p: Problem, axis: MapAxis, tiles: TileSchedule) -> HopperSchedule:
+    order, offsets, start, count = tiles.tensors
+    before = torch.nn.functional.pad(torch.cumsum(count, 0), (1, 0)).int()  # tiles before each run
+    at = before.index_select(0, offsets)  # tiles before each kind of runs of each row: full, cut, partial
+    masked = at[3::3] - at[1::3]
+    ends = torch.cumsum(masked, 0)
+    total, visited = torch.stack([ends[-1], before[-1]]).tolist()
+    first = (ends - masked).int()
+    bits = torch.empty((max(total, 1), axis.bits_shape[0], 4), dtype=torch.int32, device=p.device)
+    if total > 0:
+        prepare(bits_launch(p, axis, bits, tiles, first), p.device).launch([bits])
+    maps.weigh(bits.nbytes)
+    publish(p.device)
+    all_tiles = len(masked) * -(-(p.q_len if axis.by_keys else p.kv_len) // axis.columns)
+    return HopperSchedule(tiles, (order, at[::3].diff(), masked, offsets, start, count, first, bits), visited / all_tiles)
+
+
+def bits_launch(p: Problem, axis: MapAxis, bits: Tensor, tiles: TileSchedule, first: Tensor) -> Launch:
+    return pack_mask_bits_launch(p, axis.bits_shape, axis.by_keys, axis.transposed, bits, tiles, first)

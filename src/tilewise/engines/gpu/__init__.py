@@ -1,0 +1,1 @@
+"""What both GPU engines are made of: code generation, compiling, launching, tuning, tile schedules, shared device functions (`kernels`)."""

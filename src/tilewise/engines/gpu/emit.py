@@ -1,0 +1,429 @@
+"""Programs as Triton source: one small function per mask, score, dscore (its derivative) and scatter, gauge or fixed (captures' gradients).
+
+A generated function takes b and h as scalars and q and kv as a column and a row (or a row and a column: it does not care),
+so that what depends on q alone stays a column and only what needs both is a tile; they may come in two parts (gluon/kernels/primitives.py).
+Python numbers and captures are arguments: `p` pointers, `i` ints, `f` floats, `s` sizes and strides. Only numbers, operation names and
+slots reach the text.
+
+Integers are 64-bit in the language. Where their bounds over the whole problem show that 32 bits hold them, 32 are used; likewise
+a load whose index provably stays inside needs no clamping, and a division of non-negative numbers no correction.
+"""
+
+from collections.abc import Callable
+
+from tilewise.engines.codegen import INT32, Extents, Layout
+from tilewise.engines.gpu.limits import interpreted
+from tilewise.lang import BoundProgram, Derivative, Program
+from tilewise.lang.derive import LoadSite
+from tilewise.lang.program import literal_value
+from tilewise.lang.ranges import ranges
+from tilewise.lang.types import Type, promote
+
+TL = {
+    "bool": "tl.int1",
+    "u8": "tl.uint8",
+    "i8": "tl.int8",
+    "i16": "tl.int16",
+    "i32": "tl.int32",
+    "i64": "tl.int64",
+    "f16": "tl.float16",
+    "bf16": "tl.bfloat16",
+    "f32": "tl.float32",
+    "f64": "tl.float64",
+}
+HALF = 2**30 - 1  # differences of such integers fit in 32 bits
+DIFFERENCES = {"ge": "({0} - {1})", "gt": "({0} - {1} - 1)", "le": "({1} - {0})", "lt": "({1} - {0} - 1)"}  # negative where the comparison is false
+FLIPPED = {"+": "-", "-": "+"}
+EXACT = 2**24  # float32 holds every integer up to here
+TILE = 1024  # more than a part of a place
+PLACES = ("q", "kv")
+SCORE_PARAMETERS = "score, b, h, q, kv, p, i, f, s"
+
+# Text of each operation on operands of one type; those that depend on more are written by Writer._special.
+TEXT = {
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "mul": "({0} * {1})",
+    "div": "({0} / {1})",
+    "neg": "(-{0})",
+    "abs": "tl.abs({0})",
+    "minimum": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
+    "maximum": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
+    "clamp_min": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
+    "clamp_max": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
+    "lt": "({0} < {1})",
+    "le": "({0} <= {1})",
+    "gt": "({0} > {1})",
+    "ge": "({0} >= {1})",
+    "eq": "({0} == {1})",
+    "ne": "({0} != {1})",
+    "and": "({0} & {1})",
+    "or": "({0} | {1})",
+    "xor": "({0} ^ {1})",
+    "not": "(~{0})",
+    "shl": "({0} << {1})",
+    "shr": "({0} >> {1})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "round": "round_even({0})",
+    "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
+    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
+    "detach": "{0}",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "tanh": "tanh({0})",
+    "sigmoid": "tl.sigmoid({0})",
+    "erf": "tl.erf({0})",
+    "silu": "({0} * tl.sigmoid({0}))",
+    "relu": "tl.maximum({0}, 0, tl.PropagateNan.ALL)",
+}
+
+# Where every rounding counts: Triton's own are off by a bit or two.
+PRECISE = {"div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})"}  # of float32
+
+# Triton copies what a loop loads to shared memory ahead of time, element by element where neighbours do not lie side by side. For
+# keys' own rows and tables that costs more than it hides, so those go straight to registers.
+UNPIPELINED = {"f32", "i32", "i64", "f16", "bf16"}
+
+FUNCTIONS = {
+    "exp",
+    "exp2",
+    "log",
+    "log2",
+    "sqrt",
+    "rsqrt",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+    "erf",
+    "silu",
+    "pow",
+    "div",
+    "floordiv",
+    "mod",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+}
+
+
+class Writer:
+    """Writes the instructions of one program as lines of Triton."""
+
+    def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...], precise: bool, split_index: bool) -> None:
+        self.program = program
+        self.split_index = split_index  # q and kv
+        self.layouts = layouts
+        self.precise = precise
+        self.ranges = ranges(program, call, {"b": extents.b, "h": extents.h, "q": extents.q, "kv": extents.kv})
+        self.sizes = [tuple(t.shape) for t in call.captures]
+        self.slots = _size_slots(program)
+        self.lines: list[str] = []
+        self.types: list[str] = []
+        for k in range(len(program.instructions)):
+            self._write(k)
+
+    def _write(self, k: int) -> None:
+        op, args, attr, type = self.program.instructions[k]
+        dtype = self._width(k, type)
+        if op == "index":
+            text = f"{attr}[0] + {attr}[1]" if self.split_index and attr in PLACES else attr
+            dtype = "i32"
+        elif op == "score":
+            text = "score"
+            dtype = "f32"
+        elif op == "int":
+            text = f"i[{attr}]"
+        elif op == "float":
+            text = f"f[{attr}]"
+        elif op == "literal":
+            text = _literal(attr)
+        elif op == "load":
+            address = self.address("p", int(attr), args)
+            text = f"load_unpipelined({address})" if type.dtype in UNPIPELINED and "kv" in self.varies(args) else f"tl.load({address})"
+            if type.is_bool:
+                text = f"({text} != 0)"
+            elif dtype != type.dtype:
+                text = f"{text}.to({TL[dtype]})"
+        elif op == "cast":
+            text = self._cast(args[0], dtype)
+        else:
+            text = self._operation(op, args, type, dtype)
+        self.types.append(dtype)
+        self.lines.append(f"v{k} = {text}")
+
+    def _width(self, k: int, type: Type) -> str:
+        if type.dtype == "bf16" and interpreted():  # the interpreter cannot compute with bfloat16
+            return "f32"
+        return "i32" if type.dtype == "i64" and self.ranges[k].within(-INT32, INT32) and self.program.instructions[k].op != "load" else type.dtype
+
+    def _cast(self, k: int, dtype: str) -> str:
+        """Value k in another type; literals adapt by themselves."""
+        instruction = self.program.instructions[k]
+        if instruction.op == "literal" and dtype != "bool":
+            value = literal_value(instruction.attr)
+            return _literal(repr(float(value)) if dtype.startswith(("f", "bf")) else repr(value))
+        if self.types[k] == dtype:
+            return f"v{k}"
+        if dtype == "bool":
+            return f"(v{k} != 0)"
+        return self._as_float(k) if dtype == "f32" else f"v{k}.to({TL[dtype]})"
+
+    def _as_float(self, k: int) -> str:
+        """An integer as float32. Conversion is slow on a GPU and float sums are not: where both are exact, q and kv are converted
+        apart, as a column and a row, and the tile is computed from those."""
+        parts = self._split_float(k)
+        if parts is not None:
+            return f"({parts[0]}.to(tl.float32) + {parts[1]})"
+        op, args, _, _ = self.program.instructions[k]
+        exact = self.types[k] == "i32" and self.ranges[k].within(-EXACT, EXACT)
+        if exact and op in ("add", "sub", "neg", "abs", "minimum", "maximum") and {"q", "kv"} <= self.program.dependencies[k]:
+            return TEXT[op].format(*[self._cast(a, "f32") for a in args])
+        return f"v{k}.to(tl.float32)"
+
+    def _split_float(self, k: int) -> tuple[str, str] | None:
+        """A sum of places and other integers in two parts: integers, and floats that the compiler knows; None where it is another or might be rounded."""
+        if not self.split_index or self.precise or self.types[k] != "i32" or not self.ranges[k].within(TILE - EXACT, EXACT - TILE):
+            return None
+        return self._split_sum(k, ".to(tl.float32)", "0.0")
+
+    def _split_sum(self, k: int, cast: str, zero: str) -> tuple[str, str] | None:
+        """The two parts of a sum of places and other 32-bit integers, the second of them known to the compiler; None where no place is in it."""
+        terms = self._terms(k, "+", "i32")
+        places = [(sign, self.program.instructions[n].attr) for sign, n in terms if self._is_place(n)]
+        if not places:
+            return None
+        others = [f" {sign} v{n}" for sign, n in terms if not self._is_place(n)]
+        first, second = ("".join([f" {sign} {name}[{part}]{cast}" for sign, name in places]) for part, cast in ((0, ""), (1, cast)))
+        return f"(0{first}{''.join(others)})", f"({zero}{second})"
+
+    def _is_place(self, k: int) -> bool:
+        op, _, attr, _ = self.program.instructions[k]
+        return op == "index" and attr in PLACES
+
+    def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
+        """What is added up to an integer, with its sign."""
+        op, args, _, _ = self.program.instructions[k]
+        if op not in ("add", "sub", "neg") or self.types[k] != dtype:
+            return [(sign, k)]
+        signs = {"add": (sign, sign), "sub": (sign, FLIPPED[sign]), "neg": (FLIPPED[sign],)}[op]
+        return [term for a, s in zip(args, signs, strict=True) for term in self._terms(a, s, dtype)]
+
+    def _times_places(self, args: tuple[int, ...]) -> str | None:
+        """A number times places in parts: c (x + y) as c x + c y, of which the second is part of an operation that adds."""
+        for a, n in (args, args[::-1]):
+            op, inner, _, _ = self.program.instructions[a]
+            parts = self._split_float(inner[0] if op == "cast" and self.types[a] == "f32" else a)
+            if parts is not None and not self.program.dependencies[n] & {"q", "kv", "score"}:
+                number = self._cast(n, "f32")
+                return f"tl.fma({parts[1]}, {number}, {parts[0]}.to(tl.float32) * {number})"
+        return None
+
+    def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
+        types = [self.program.instructions[a].type for a in args]
+        if name == "where":
+            return f"tl.where({self._cast(args[0], 'bool')}, {self._cast(args[1], dtype)}, {self._cast(args[2], dtype)})"
+        computed = promote(*types).dtype
+        if type.is_float and not computed.startswith(("f", "bf")):
+            computed = type.dtype
+        if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
+            computed = "i32"
+        if computed in ("f16", "bf16") and (name in FUNCTIONS or interpreted()):  # torch computes these in float32, and Triton has no others
+            computed = "f32"
+        operands = [self._cast(a, computed) for a in args]
+        text = self._special(name, args, operands, computed)
+        if text is None and self.precise and computed == "f32" and name in PRECISE:
+            text = PRECISE[name].format(*operands)
+        if text is None:
+            text = TEXT[name].format(*operands)
+        return text if type.is_bool or dtype == computed else f"({text}).to({TL[dtype]})"
+
+    def _special(self, name: str, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
+        """Operations whose text depends on what is known of their operands."""
+        is_float = computed.startswith(("f", "bf"))
+        if name in ("floordiv", "mod"):
+            a, b = operands
+            if is_float:
+                return f"tl.floor({a} / {b})" if name == "floordiv" else f"({a} - tl.floor({a} / {b}) * {b})"
+            if self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0:
+                if computed == "i32" and self._divides_quickly(*args):
+                    return f"quotient({a}, {b})" if name == "floordiv" else f"({a} - quotient({a}, {b}) * {b})"
+                return f"({a} // {b})" if name == "floordiv" else f"({a} % {b})"
+            remainder = f"({a} % {b})"
+            wrong = f"(({remainder} != 0) & (({remainder} < 0) != ({b} < 0)))"
+            return f"({a} // {b} - {wrong}.to({TL[computed]}))" if name == "floordiv" else f"({remainder} + tl.where({wrong}, {b}, 0))"
+        if name == "div" and is_float and not self.precise and not self.program.dependencies[args[1]] & {"q", "kv", "score"}:
+            return f"({operands[0]} * (1.0 / {operands[1]}))"  # one division, not one per element; scores of 16-bit inputs do not see the rounding
+        if name in ("add", "sub") and not is_float and computed != "bool":
+            return self._integer_sum(name, args, computed)
+        if name == "mul" and computed == "f32":
+            return self._times_places(args)
+        if name == "pow":
+            return self._power(args, operands, is_float)
+        if name == "not" and computed == "bool":
+            return f"({operands[0]} == 0)"
+        if name in ("floor", "ceil", "trunc", "round") and not is_float:
+            return operands[0]
+        if name == "tanh" and not self.precise:
+            return f"fast_tanh({operands[0]})"
+        if name in ("and", "or", "xor", "add", "mul") and computed == "bool":
+            return f"({operands[0]} {'&' if name in ('and', 'mul') else '^' if name == 'xor' else '|'} {operands[1]})"
+        return None
+
+    def _divides_quickly(self, a: int, b: int) -> bool:
+        """Whether a column or row divided by one number may be multiplied by that number's inverse in 32 bits (see steps.quotient)."""
+        varies = self.program.dependencies
+        one_number = not varies[b] and self.program.instructions[b].op != "literal"  # the compiler knows what to do with a literal
+        return one_number and self.ranges[b].lowest > 1 and bool(varies[a] & {"q", "kv"}) and self.ranges[a].highest * self.ranges[b].highest < 2**32
+
+    def _integer_sum(self, name: str, args: tuple[int, ...], computed: str) -> str | None:
+        """A sum of integers in another order, which changes nothing: first what depends on q alone, or kv alone, so that one
+        operation is left per element."""
+        terms = self._terms(args[0], "+", computed) + self._terms(args[1], "+" if name == "add" else "-", computed)
+        if len(terms) == 2 or not {"q", "kv"} <= self.varies(args):
+            return None
+        groups: dict[frozenset[str], str] = {}
+        for sign, k in terms:
+            rank = self.program.dependencies[k] & {"q", "kv"}
+            groups[rank] = f"{groups.get(rank, '')} {sign} {self._cast(k, computed)}"
+        scalars = groups.pop(frozenset(), "")
+        first, *others = [text for _, text in sorted(groups.items(), key=lambda group: sorted(group[0]))]
+        return "(" + " + ".join(f"(0{text})" for text in (first + scalars, *others)) + ")"
+
+    def _power(self, args: tuple[int, ...], operands: list[str], is_float: bool) -> str:
+        exponent = self.program.instructions[args[1]]
+        if exponent.op == "literal":
+            n = literal_value(exponent.attr)
+            if n == int(n) and 0 <= n <= 8:
+                return "(" + " * ".join([operands[0]] * int(n)) + ")" if n else f"({operands[0]} * 0 + 1)"
+            if n == 0.5 and is_float:
+                return f"tl.sqrt({operands[0]})"
+        return f"power({operands[0]}, {operands[1]})"
+
+    def address(self, pointers: str, slot: int, indices: tuple[int, ...]) -> str:
+        """Where an element of a capture lies: negative indices count from the end, others are kept inside."""
+        layout, (sizes, strides) = self.layouts[slot], self.slots[slot]
+        terms: list[str] = []
+        for d, k in enumerate(indices):
+            known, size = self.ranges[k], self.sizes[slot][d]
+            index = f"v{k}"
+            if not known.within(0, size - 1):
+                if known.lowest < 0:
+                    index = f"tl.where({index} < 0, {index} + s[{sizes + d}], {index})"
+                    index = f"tl.maximum({index}, 0)"
+                index = f"tl.minimum({index}, s[{sizes + d}] - 1)"
+            if layout.wide or self.types[k] == "i64":
+                index = f"({index}).to({'tl.int64' if layout.wide else 'tl.int32'})" if self.program.instructions[k].op != "literal" else index
+            if layout.contiguous and d == len(indices) - 1:
+                terms += (self._split_offset(k) if index == f"v{k}" else None) or (index,)
+            else:
+                terms.append(f"({index}) * s[{strides + d}]")
+        return " + ".join([f"{pointers}[{slot}]", *terms])
+
+    def _split_offset(self, k: int) -> tuple[str, str] | None:
+        """An index in two parts: added to the pointer one after the other, what the compiler knows becomes part of the load's instruction."""
+        return self._split_sum(k, "", "0") if self.split_index and self.types[k] == "i32" else None
+
+    def sign(self, k: int) -> str:
+        """The boolean k as an integer that is negative where it is false."""
+        op, args, _, _ = self.program.instructions[k]
+        if op in ("and", "or") and all(self.program.instructions[a].type.is_bool for a in args):
+            return f"({self.sign(args[0])} {'|' if op == 'and' else '&'} {self.sign(args[1])})"
+        if op == "not":
+            return f"(~{self.sign(args[0])})"
+        if op in DIFFERENCES and all(self.types[a] == "i32" and self.ranges[a].within(-HALF, HALF) for a in args):
+            return DIFFERENCES[op].format(*[f"v{a}" for a in args])
+        return f"tl.where({self._cast(k, 'bool')}, 0, -1)"
+
+    def result(self, position: int = 0, dtype: str | None = None) -> str:
+        k = self.program.results[position]
+        return self._cast(k, dtype) if dtype else f"v{k}"
+
+    def varies(self, indices: tuple[int, ...]) -> frozenset[str]:
+        return frozenset().union(*(self.program.dependencies[k] for k in indices)) if indices else frozenset()
+
+
+def _literal(text: str) -> str:
+    return f'float("{text}")' if text in ("inf", "-inf", "nan") else f"({text})"
+
+
+def _size_slots(program: Program) -> list[tuple[int, int]]:
+    """For every capture, where its sizes and its strides begin in the tuple `s`."""
+    slots, at = [], 0
+    for capture in program.captures:
+        slots.append((at, at + capture.rank))
+        at += 2 * capture.rank
+    return slots
+
+
+def mask_source(writer: Writer) -> list[str]:
+    """Gives integers that are negative where the mask forbids: sums and bits of integers take a fraction of what as many predicates do."""
+    return ["@triton.jit", "def mask(b, h, q, kv, p, i, f, s):", *_indent(writer.lines), f"    return {writer.sign(writer.program.results[0])}"]
+
+
+def score_source(writer: Writer, name: str = "score_mod") -> list[str]:
+    result = writer.result(0, "f32")
+    if "score" not in writer.program.uses:  # give it the scores' shape
+        result = f"tl.where(score == score, {result}, {result})"
+    return ["@triton.jit", f"def {name}({SCORE_PARAMETERS}):", *_indent(writer.lines), f"    return {result}"]
+
+
+def dscore_source(writer: Writer, name: str = "dscore") -> list[str]:
+    return ["@triton.jit", f"def {name}({SCORE_PARAMETERS}):", *_indent(writer.lines), f"    return {writer.result(0, 'f32')}"]
+
+
+def either_source(name: str, inside: list[str], anywhere: list[str]) -> list[str]:
+    """The function `inside` where all places are known to lie before the ends, `anywhere` elsewhere; both are given with their decorators."""
+    choose = f"""\
+@triton.jit
+def {name}({SCORE_PARAMETERS}):
+    if q[2] & kv[2]:
+        result = inside({SCORE_PARAMETERS})
+    else:
+        result = anywhere({SCORE_PARAMETERS})
+    return result"""
+    return [*inside, "", *anywhere, "", *choose.splitlines()]
+
+
+def scatter_source(writer: Writer, derivative: Derivative) -> list[str]:
+    """Adds ds * d(score)/d(load) to each load's place in `g`."""
+    return _shares_source("scatter", writer, derivative, lambda site, address, x: f"add_share({address}, {x})")
+
+
+def gauge_source(writer: Writer, derivative: Derivative) -> list[str]:
+    """The same shares, measured: the largest of each capture goes to its place in the last of `g` (see fixed_point)."""
+    last = len(writer.program.captures)
+    return _shares_source("gauge", writer, derivative, lambda site, address, x: f"gauge_share({address}, {x}, g[{last}] + {site.slot})")
+
+
+def fixed_source(writer: Writer, derivative: Derivative) -> list[str]:
+    """The same shares, added as integers in units of their capture's place in the last of `g`."""
+    last = len(writer.program.captures)
+    return _shares_source("fixed", writer, derivative, lambda site, address, x: f"add_fixed({address}, {x}, g[{last}] + {site.slot})")
+
+
+def _shares_source(name: str, writer: Writer, derivative: Derivative, use: Callable[[LoadSite, str, str], str]) -> list[str]:
+    """What happens to each load's share of the gradient, summed first over the axes on which its place does not depend."""
+    lines = ["@triton.jit", f"def {name}(ds, attended, score, b, h, q, kv, p, i, f, s, g):", *_indent(writer.lines)]
+    for n, site in enumerate(derivative.sites):
+        indices = tuple(writer.program.results[k] for k in site.indices)
+        varies = writer.varies(indices)
+        lines.append(f"    x{n} = tl.where(attended, ds * {writer.result(site.gradient, 'f32')}, 0.0)")
+        if "kv" not in varies:
+            lines.append(f"    x{n} = tl.sum(x{n}, 1, keep_dims=True)")
+        if "q" not in varies:
+            lines.append(f"    x{n} = tl.sum(x{n}, 0, keep_dims=True)")
+        lines.append(f"    {use(site, writer.address('g', site.slot, indices), f'x{n}')}")
+    return lines
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

@@ -1,0 +1,47 @@
+"""An engine whose kernels Triton compiles."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.output import Gradients, Output
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.engines.base import Engine
+from tilewise.engines.gpu.build_queue import on_first_build
+from tilewise.engines.gpu.plan import GpuPlan
+
+
+class GpuEngine(Engine):
+    """Kernels are launched on the current device, which need not be the tensors'. Triton is imported when the engine first serves a call."""
+
+    @abstractmethod
+    def kernels(self) -> Any:
+        """The module with `forward` and `backward`, which imports Triton."""
+
+    @abstractmethod
+    def background_builds(self) -> Any:
+        """The module that starts building in the background what a call will want next."""
+
+    def plan(self, problem: Problem) -> GpuPlan:
+        return GpuPlan(problem)
+
+    def forward(self, problem: Problem, plan: Plan) -> Output:
+        with on_first_build(lambda: self.background_builds().forward(problem)):
+            if is_current(problem.device):
+                return self.kernels().forward(problem, plan)
+            with torch.cuda.device(problem.device):
+                return self.kernels().forward(problem, plan)
+
+    def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
+        with on_first_build(lambda: self.background_builds().backward(problem, wanted)):
+            if is_current(problem.device):
+                return self.kernels().backward(problem, plan, output, grad_out, grad_lse, wanted)
+            with torch.cuda.device(problem.device):
+                return self.kernels().backward(problem, plan, output, grad_out, grad_lse, wanted)
+
+
+def is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device()

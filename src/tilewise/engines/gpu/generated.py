@@ -1,0 +1,64 @@
+"""Generated functions: their source, named by its hash, and the Triton function it becomes when a kernel is built."""
+
+import hashlib
+import importlib.util
+import tempfile
+import threading
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HEADER = """\
+import triton
+import triton.language as tl
+
+from tilewise.engines.gpu.kernels.primitives import add_fixed, add_share, fast_tanh, gauge_share, load_unpipelined, power, quotient, round_even, tanh
+
+"""
+
+_loaded: dict[str, ModuleType] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A function of generated source. Two with the same source are the same."""
+
+    entry: str
+    source: str
+
+    @cached_property
+    def name(self) -> str:
+        return "tilewise_mod_" + hashlib.sha256(self.source.encode()).hexdigest()[:32]
+
+    def __repr__(self) -> str:
+        return f"{self.entry}@{self.name}"
+
+    def function(self) -> Any:
+        """The Triton function. Triton reads source from files, so it is put into one."""
+        with _lock:
+            if self.name not in _loaded:
+                _loaded[self.name] = _module(self.name, self.source)
+            return getattr(_loaded[self.name], self.entry)
+
+
+def generated(entry: str, lines: list[str]) -> Generated:
+    return Generated(entry, HEADER + "\n".join(lines) + "\n")
+
+
+@lru_cache(maxsize=1)
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A private folder for this process; removed when it ends."""
+    return tempfile.TemporaryDirectory(prefix="tilewise-")
+
+
+def _module(name: str, source: str) -> ModuleType:
+    path = Path(_folder().name) / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,119 @@
+"""Compiled kernels: looked up in memory, then in the store, else built.
+
+This is the plan's structure layer. Two keys lead to a kernel:
+
+KernelRequest   names everything the code depends on: the kernel, the types of its arguments (dtype and alignment of pointers, 32 or 64
+                bits of integers), its constants (generated mask and score functions by the hash of their source, tile sizes, flags),
+                warps, stages and the architecture. With `sources_digest` (our own kernels' source, tilewise and Triton versions) it is
+                the store's key. Values of integers and floats are arguments, so no window, length or scale makes a new kernel.
+its short form  `launch.prepare` has the same facts as Python values, and the device a kernel is loaded on; it is quicker to hash.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise._version import __version__
+from tilewise.core import store
+from tilewise.engines.gpu import build_queue
+from tilewise.engines.gpu.driver import Box, Kernel
+
+KernelTable = Callable[[], Mapping[str, Any]]  # Triton functions by name; called when one has to be compiled, since that imports Triton
+
+
+class KernelRequest(NamedTuple):
+    """A kernel, named by everything its code depends on."""
+
+    kernel: str
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+    arch: int
+
+
+class TmaBlock(NamedTuple):
+    """The type of a tensor that TMA loads in blocks of these sizes."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+
+class Counts:
+    """Kernels this process compiled, and took from the store; tests count."""
+
+    built = 0
+    loaded = 0
+
+
+_kernels: dict[Any, Kernel] = {}  # by the short form
+_lock = threading.Lock()
+
+
+@lru_cache(maxsize=64)
+def architecture(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@lru_cache(maxsize=1)
+def sources_digest() -> str:
+    """Changes with the kernels' own source and with the versions that compile them; torch has no part in that."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256(f"{__version__} {version('triton')}".encode())
+    engines = Path(__file__).parent.parent
+    for path in sorted(path for package in ("gpu", "triton", "gluon") for path in (engines / package).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def store_key(request: KernelRequest) -> str:
+    return hashlib.sha256(f"{sources_digest()} {request!r}".encode()).hexdigest()
+
+
+def find(short_key: Any) -> Kernel | None:
+    return _kernels.get(short_key)
+
+
+def load(short_key: Any, request: KernelRequest, table: KernelTable, device: int) -> Kernel:
+    """The kernel, loaded on a device and remembered."""
+    files = load_or_build(request, table)
+    with _lock:
+        found = _kernels.get(short_key)
+        if found is None:
+            found = _kernels[short_key] = _loaded(files, device)
+        return found
+
+
+def _loaded(files: dict[str, bytes], device: int) -> Kernel:
+    facts = json.loads(files["facts"])
+    boxes = [Box(tuple(sizes), swizzle) for sizes, swizzle in facts["boxes"]]
+    return Kernel(files["cubin"], facts["name"], facts["shared"], facts["warps"], tuple(facts["types"]), facts["extra_pointers"], boxes, device)
+
+
+def load_or_build(request: KernelRequest, table: KernelTable) -> dict[str, bytes]:
+    """The compiled kernel ("cubin") and what is needed to launch it ("facts"): from the store, or built and put there."""
+    key = store_key(request)
+
+    def build() -> dict[str, bytes]:
+        from tilewise.engines.gpu.compiler import compiled
+
+        build_queue.notify()
+        return compiled(request, table())
+
+    def find_or_build() -> dict[str, bytes]:
+        files, built = store.find_or_build(key, build)
+        with _lock:
+            Counts.built += built
+            Counts.loaded += not built
+        return files
+
+    found: dict[str, bytes] = build_queue.once(key, find_or_build)
+    return found

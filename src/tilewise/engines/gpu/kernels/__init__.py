@@ -1,0 +1,1 @@
+"""Device functions that the kernels of both GPU engines call, and the kernel that classifies tiles."""

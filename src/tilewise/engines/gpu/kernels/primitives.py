@@ -1,0 +1,295 @@
+"""Steps that the kernels share."""
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from tilewise.engines.gpu import config
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+LOG2E: tl.constexpr = tl.constexpr(config.LOG2E)
+
+
+@triton.jit
+def load_rows(
+    p_first, s, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr, BOUNDED: tl.constexpr = True, NARROW: tl.constexpr = False
+):
+    """[ROWS, COLUMNS] of a matrix, 0 outside; s are strides (batch, head, sequence, dim). BOUNDED: rows may end before ROWS. Offsets within a tile have 30
+    bits (see FARTHEST). NARROW: tell the compiler, which then keeps one register of each instead of two; whether that pays can only be measured."""
+    o_row = tl.arange(0, ROWS)
+    o_column = tl.arange(0, COLUMNS)
+    o = o_row[:, None] * tl.cast(s[2], tl.int32) + o_column[None, :] * s[3]
+    if NARROW:
+        o = o.to(tl.uint32) % 0x40000000
+    p = p_first + o
+    if COLUMNS == COLUMNS_TRUE:
+        if BOUNDED:
+            return tl.load(p, mask=o_row[:, None] < n_left, other=0.0)
+        else:
+            return tl.load(p)
+    else:
+        if BOUNDED:
+            return tl.load(p, mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE), other=0.0)
+        else:
+            return tl.load(p, mask=o_column[None, :] < COLUMNS_TRUE, other=0.0)
+
+
+@triton.jit
+def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
+    o_row = tl.arange(0, ROWS)
+    o_column = tl.arange(0, COLUMNS)
+    p = p_first + (o_row[:, None] * s[2] + o_column[None, :] * s[3])
+    tl.store(p, b_x.to(p_first.dtype.element_ty), mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE))
+
+
+# A map as the kernels walk it is a tuple: the order of its rows, the rows' offsets into the runs, and each run's first tile and count.
+# A row holds three kinds of runs, one after the other: full ones, full ones that the end of the sequence cuts, partial ones.
+
+
+@triton.jit
+def full_runs(tiles, row):
+    return tl.load(tiles[1] + 3 * row), tl.load(tiles[1] + 3 * row + 1)
+
+
+@triton.jit
+def masked_runs(tiles, row):
+    """Those whose tiles need a look at the end of the sequence, or at the mask."""
+    return tl.load(tiles[1] + 3 * row + 1), tl.load(tiles[1] + 3 * row + 3)
+
+
+@triton.jit
+def all_runs(tiles, row, MAPPED: tl.constexpr):
+    """Without a map everything is one run."""
+    if MAPPED:
+        return tl.load(tiles[1] + 3 * row), tl.load(tiles[1] + 3 * row + 3)
+    else:
+        return 0, 1
+
+
+@triton.jit
+def run_of(tiles, run):
+    start = tl.load(tiles[2] + run)
+    return start, start + tl.load(tiles[3] + run)
+
+
+@triton.jit
+def mask_applies(tiles, row, run, GIVEN: tl.constexpr):
+    """-1 if the mask applies inside a run's tiles; 0 if they are full whatever it says, so that its values & this forbid nothing.
+
+    Only given tiles are full against their mask: others are full because it allows everything.
+    """
+    if GIVEN:
+        return tl.where(run >= tl.load(tiles[1] + 3 * row + 2), -1, 0)
+    else:
+        return -1
+
+
+@triton.jit
+def dot_rows(b_x, b_y, PRECISION: tl.constexpr):
+    """x y^T. In 32 bits the error grows with a sum's length: over a head dim longer than 128 it is cut into pieces of 128."""
+    if (PRECISION == "tf32") or (b_x.dtype != tl.float32):
+        return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+    elif b_x.shape[1] == 256:
+        return dot_256(b_x, b_y, PRECISION)
+    elif b_x.shape[1] == 512:
+        b_x0, b_x1 = halves(b_x)
+        b_y0, b_y1 = halves(b_y)
+        return dot_256(b_x0, b_y0, PRECISION) + dot_256(b_x1, b_y1, PRECISION)
+    else:
+        return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+
+
+@triton.jit
+def dot_256(b_x, b_y, PRECISION: tl.constexpr):
+    b_x0, b_x1 = halves(b_x)
+    b_y0, b_y1 = halves(b_y)
+    return add_unfused(tl.dot(b_x0, tl.trans(b_y0), input_precision=PRECISION), 1.0, tl.dot(b_x1, tl.trans(b_y1), input_precision=PRECISION))
+
+
+@triton.jit
+def dot_rows_bwd(b_x, b_y, PRECISION: tl.constexpr):
+    """dot_rows. Where numbers are multiplied in parts, a sum over 256 is good enough for gradients, and in one piece a third faster."""
+    if (PRECISION == "bf16x6") and (b_x.shape[1] == 256):
+        return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+    else:
+        return dot_rows(b_x, b_y, PRECISION)
+
+
+@triton.jit
+def accumulate_pv(b_acc, b_decay, b_p, b_v, PRECISION: tl.constexpr):
+    """What is summed so far [M, DV], times its decay [M], and the weighted values of one more tile. In 32 bits a tile is summed up for itself, because the
+    backward's delta sees every error of the output."""
+    if (PRECISION != "ieee") or (b_v.dtype != tl.float32):
+        return tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    else:
+        return add_unfused(b_acc, b_decay[:, None], tl.dot(b_p, b_v, input_precision="ieee"))
+
+
+@triton.jit
+def add_unfused(b_x, factor, b_y):
+    """x factor + y, in words that Triton does not know: of a product that is added to something it makes one that goes on with it."""
+    return tl.fma(b_x, factor, b_y)
+
+
+@triton.jit
+def halves(b_x):
+    """Every other column, and those between."""
+    return tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
+
+
+@triton.jit
+def final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, applies, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
+    """From q.k to the final score: the score function, then -inf where the mask (see mask_applies) or the end forbids. To be multiplied by
+    scale[1] (see mods.scales)."""
+    i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
+    if SCORE is not None:
+        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
+    if MASKED:
+        allowed = (n_kv - 1 - o_kv)[None, :]  # negative: forbidden
+        if MASK is not None:
+            allowed = allowed | (MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & applies)
+        b_s = tl.where(allowed >= 0, b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
+def has_nonfinite(b_x):
+    """Whether any element of a block is NaN or infinite."""
+    return tl.max(tl.max(tl.where(tl.abs(b_x) < float("inf"), 0, 1), 1), 0) > 0
+
+
+@triton.jit
+def overflowed(b_m, b_l):
+    """Whether any row's sum overflowed or vanished though something was attended: scores so large that their own roundings exceed 100."""
+    return tl.max(tl.where((b_l == float("inf")) | ((b_l == 0.0) & (b_m != float("-inf"))), 1, 0), 0) > 0
+
+
+@triton.jit
+def dropout_keep(p_seed, threshold, i_b, i_h, o_q, o_kv):
+    """Whether dropout keeps each element; the grouping of tilewise.engines.dropout."""
+    seed = tl.load(p_seed)
+    row = o_q // 16 * 8 + o_q % 8
+    column = o_kv // 16 * 4 + o_kv % 8 // 2
+    c_column, c_row = tl.broadcast(column, row)
+    zero = c_column * 0
+    w0, w1, w2, w3 = tl.philox(seed, c_column.to(tl.uint32), c_row.to(tl.uint32), (zero + i_h).to(tl.uint32), (zero + i_b).to(tl.uint32))
+    low = tl.where(o_kv // 8 % 2 == 0, w0, w1)
+    high = tl.where(o_kv // 8 % 2 == 0, w2, w3)
+    word = tl.where(o_q // 8 % 2 == 0, low, high)
+    half = tl.where(o_kv % 2 == 0, word & 0xFFFF, word >> 16)
+    return half.to(tl.int32) >= threshold
+
+
+@triton.jit
+def apply_dropout(b_p, p_seed, threshold, i_b, i_h, o_q, o_kv):
+    return tl.where(dropout_keep(p_seed, threshold, i_b, i_h, o_q, o_kv), b_p, 0.0)
+
+
+# -- shares of captures' gradients -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_share(p, b_x):
+    """Adds a block of shares [M or 1, N or 1] to their places, in an order that nobody knows. What is not attended has a share of 0."""
+    tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_x.to(p.dtype.element_ty), mask=b_x != 0.0, sem="relaxed")
+
+
+@triton.jit
+def gauge_share(p, b_x, p_limit):
+    """Notes the largest finite share. The others are added up right away: whatever their order, Inf and NaN give the same sum."""
+    finite = tl.abs(b_x) < float("inf")
+    tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_x, mask=finite == 0, sem="relaxed")
+    largest = tl.max(tl.max(tl.where(finite, tl.abs(b_x), 0.0), 1), 0)
+    tl.atomic_max(p_limit, largest.to(tl.int32, bitcast=True), sem="relaxed")  # the bits of positive floats are in the floats' order
+
+
+@triton.jit
+def add_fixed(p, b_x, p_unit):
+    """Adds finite shares as integers: their sum is the same in any order."""
+    finite = tl.abs(b_x) < float("inf")
+    b_whole = tl.floor(tl.where(finite, b_x, 0.0).to(tl.float64) / tl.load(p_unit) + 0.5).to(tl.int64)
+    tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_whole, mask=b_whole != 0, sem="relaxed")
+
+
+# -- functions that generated masks and scores call ------------------------------------------------------------------
+
+
+@triton.jit
+def quotient(a, b):
+    """a // b where 0 <= a, 1 < b and a b < 2^32, by the inverse of b: floor(a ceil(2^32 / b) / 2^32), which is exact there."""
+    inverse = 0xFFFFFFFF // b.to(tl.uint32) + 1
+    return tl.umulhi(a.to(tl.uint32), inverse.to(tl.uint32)).to(tl.int32)
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def tanh(x):
+        return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+    @triton.jit
+    def round_even(x):
+        near = tl.floor(x + 0.5)
+        return tl.where((near - x == 0.5) & (near % 2 != 0), near - 1, near)
+
+    @triton.jit
+    def power(x, y):
+        return tl.exp2(y * tl.log2(x))
+
+    fast_tanh = tanh
+
+    @triton.jit
+    def load_unpipelined(p):
+        return tl.load(p)
+
+    @triton.jit
+    def rounded_product(a, b):
+        return a * b
+
+    @triton.jit
+    def red_add(p, b_x):
+        tl.atomic_add(p, b_x, sem="relaxed")
+else:
+
+    @triton.jit
+    def tanh(x):
+        return libdevice.tanh(x)
+
+    @triton.jit
+    def round_even(x):
+        return libdevice.rint(x)
+
+    @triton.jit
+    def power(x, y):
+        return libdevice.pow(x, y)
+
+    @triton.jit
+    def fast_tanh(x):
+        """The hardware's own, good to 11 bits: enough where the scores come from 16-bit inputs."""
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def load_unpipelined(p):
+        """A load that Triton's pipelining does not see. Elements have 16, 32 or 64 bits."""
+        bits: tl.constexpr = p.dtype.element_ty.primitive_bitwidth
+        if bits == 16:
+            return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
+        elif bits == 32:
+            return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
+        else:
+            return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
+
+    @triton.jit
+    def rounded_product(a, b):
+        """a b, rounded even where a sum follows: never part of a fused operation."""
+        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b + tl.zeros_like(a)], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def red_add(p, b_x):
+        """Adds x to what lies at p: every thread what it holds. tl.atomic_add would first carry x through shared memory into an order of its own."""
+        address = p.to(tl.int64, bitcast=True)
+        tl.inline_asm_elementwise(  # build.STRAIGHT knows this text
+            "{ red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r", [address, b_x], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,0 +1,61 @@
+"""Tile maps made on the GPU: a kernel evaluates the mask in the tiles that its bounds leave undecided."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.core.map_cache import map_of
+from tilewise.core.problem import Problem
+from tilewise.engines.gpu.launch import Launch, prepare
+from tilewise.engines.gpu.mods import mask_of, mod_arguments
+from tilewise.tiles import EMPTY, FULL, PARTIAL, Geometry, TileMap
+
+BLOCK = (32, 64)  # elements of the mask evaluated at a time; a smaller tile takes as long as one of these
+TILES_PER_PROGRAM = 4
+WARPS = 4
+
+
+def kernel_map(p: Problem, tile: tuple[int, int]) -> TileMap | None:
+    """The problem's map; None where everything is attended."""
+    return map_of(p, tile, partial(classified, p))
+
+
+def classified(p: Problem, geometry: Geometry, numbers: Tensor) -> Tensor:
+    """EMPTY, PARTIAL or FULL for each of these tiles."""
+    states = torch.empty(len(numbers), dtype=torch.int8, device=p.device)
+    if len(numbers) > 0:
+        prepare(classify_launch(p, geometry, states, numbers), p.device).launch([states, numbers])
+    return states
+
+
+def kernels() -> Mapping[str, Any]:
+    from tilewise.engines.gpu.kernels.classify import classify
+
+    return {"classify": classify}
+
+
+def classify_launch(p: Problem, geometry: Geometry, states: Tensor, numbers: Tensor) -> Launch:
+    g = geometry
+    return Launch(
+        "classify",
+        kernels,
+        -(-len(numbers) // TILES_PER_PROGRAM),
+        {"p_states": states, "p_tiles": numbers},
+        {
+            "n_tiles": len(numbers),
+            "n_heads": g.heads,
+            "n_rows": g.q_tiles,
+            "n_columns": g.kv_tiles,
+            "n_q": g.q_len,
+            "n_kv": g.kv_len,
+            "m": g.tile[0],
+            "n": g.tile[1],
+            "mask": mod_arguments(p)["mask"],
+        },
+        {"MASK": mask_of(p), "EMPTY": EMPTY, "PARTIAL": PARTIAL, "FULL": FULL, "ROWS": BLOCK[0], "COLUMNS": BLOCK[1], "TILES_PER_PROGRAM": TILES_PER_PROGRAM},
+        WARPS,
+        1,
+    )

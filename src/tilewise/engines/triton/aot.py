@@ -1,0 +1,69 @@
+"""Ahead-of-time builds: every Triton kernel a problem needs."""
+
+import torch
+
+from tilewise.core.problem import Problem
+from tilewise.engines.base import like_query
+from tilewise.engines.gpu.aot import Candidates, step_down
+from tilewise.engines.gpu.arguments import seed_of
+from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.tile_classifier import BLOCK, classify_launch
+from tilewise.engines.triton import fixed_point, launches, run
+from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, table_config, table_configs
+from tilewise.tiles import Geometry
+
+
+def forward_launches(p: Problem) -> list[Candidates]:
+    """What a forward of this problem launches."""
+    out, rows, seed = like_query(p.query, p.v_dim), _rows(p), seed_of(p)
+    if is_decoding(p):
+        splits, partial = run.split_count(p), (rows, rows, rows)
+        tensors = launches.decode_split_tensors(p, partial, seed)
+        return [
+            step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, tensors, splits, *c)),
+            lambda: [launches.decode_combine_launch(p, launches.decode_combine_tensors(p, partial, out, rows, rows), splits)],
+        ]
+    tensors = launches.fwd_tensors(p, out, rows, rows, seed)
+    forwards = [step_down(table_configs((role,), p), lambda c: launches.fwd_launch(p, tensors, *c)) for role in run.fwd_roles(p)]
+    return forwards + map_launches(p)
+
+
+def map_launches(p: Problem) -> list[Candidates]:
+    """What makes the problem's tile map, the backward's too."""
+    if p.mask is None or (p.tiles is not None and p.tiles.given):
+        return []
+    states, numbers = torch.empty(1, dtype=torch.int8, device=p.device), torch.empty(1, dtype=torch.int64, device=p.device)
+    return [lambda: [classify_launch(p, Geometry(p.batch, p.heads, p.q_len, p.kv_len, BLOCK), states, numbers)]]
+
+
+def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Candidates]:
+    out, rows, shift, seed = like_query(p.query, p.v_dim), _rows(p), run.shift_terms(p), seed_of(p)
+    dq, dk, dv = (t.new_empty(t.shape) for t in (p.query, p.key, p.value))
+    tensors = launches.bwd_tensors(p, out, rows, rows, shift, (dq, dk, dv), seed)
+
+    def preprocess() -> list[launches.Launch]:
+        return [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, out, rows, None, rows, shift))]
+
+    def bwd(capture_grads: tuple[torch.Tensor, ...]) -> Candidates:
+        given = tensors | {"capture_grads": capture_grads}
+        return step_down(table_configs(BWD, p), lambda c: launches.bwd_launch(p, given, wanted, *c))
+
+    if run.adds_dq_atomically(p, wanted):
+        after = launches.dq_postprocess_tensors(p, out, rows, rows, dq, rows, seed)
+        return [
+            preprocess,
+            step_down(table_configs(BWD_ATOMIC_DQ, p), lambda c: launches.bwd_atomic_dq_launch(p, tensors | {"dq_sums": (rows,)}, *c)),
+            lambda: [launches.dq_postprocess_launch(p, after, table_config("dkdv_atomic_dq", p))],
+        ]
+    if p.score is None or not wanted:
+        return [preprocess, bwd(())]
+    if not p.deterministic:
+        return [preprocess, bwd(fixed_point.zeros(p, wanted, run.accum_dtype(p)))]
+    gauges = fixed_point.gauges(p, wanted)
+    totals = fixed_point.Totals(fixed_point.zeros(p, wanted, torch.int64), gauges.limits.double())  # arithmetic without data makes torch import for seconds
+    measured = tensors | {"capture_grads": gauges.arguments}
+    return [preprocess, step_down(table_configs(BWD, p), lambda c: launches.gauge_launch(p, measured, wanted, *c)), bwd(totals.arguments)]
+
+
+def _rows(p: Problem) -> torch.Tensor:
+    return torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)

@@ -1,0 +1,1 @@
+"""The Triton engine's device code."""

@@ -1,0 +1,1 @@
+"""What people look at tilewise with: the command line, the demonstration, explain, watch, benchmarks, building ahead."""

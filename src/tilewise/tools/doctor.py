@@ -1,0 +1,145 @@
+"""The doctor: versions, GPU, toolchain and store, and every engine run on a real problem against the reference."""
+
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import tilewise
+from tilewise import masks, scores
+from tilewise.attention import problem_of_call
+from tilewise.core import store
+from tilewise.core.problem import Options
+from tilewise.engines import ENGINES, Engine, Request
+from tilewise.engines.gpu.limits import NO_TRITON
+from tilewise.frontend.dispatch import reason_against
+
+OPTIONAL = ("triton", "numpy", "typer", "rich", "matplotlib", "diffusers", "transformers")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. status: ok, note (nothing is wrong, but something is slower or absent), problem."""
+
+    what: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    return [*_versions(), *_gpu(), *_toolchain(), _store(), *[_engine(e, d) for d in _devices() for e in ENGINES]]
+
+
+def healthy(findings: list[Finding]) -> bool:
+    return all(f.status != "problem" for f in findings)
+
+
+def as_json(findings: list[Finding]) -> list[dict[str, Any]]:
+    return [asdict(f) for f in findings]
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def _versions() -> list[Finding]:
+    found = [
+        Finding("tilewise", "ok", tilewise.__version__),
+        Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads"),
+    ]
+    for name in OPTIONAL:
+        try:
+            found.append(Finding(name, "ok", metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            found.append(Finding(name, "note", "not installed"))
+    return found
+
+
+def _gpu() -> list[Finding]:
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return [Finding("GPU", "note", "this torch is built without CUDA")]
+        return [Finding("GPU", "note", f"torch is built for CUDA {torch.version.cuda}, but finds no GPU or driver", "see nvidia-smi and the driver's version")]
+    found = []
+    for k in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(k)
+        old = (p.major, p.minor) < (8, 0)
+        detail = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors"
+        found.append(Finding(f"GPU {k}", "note" if old else "ok", detail, "older than Ampere: no fused kernels" if old else ""))
+    return found
+
+
+def _toolchain() -> list[Finding]:
+    triton = Finding("Triton kernels", "ok", "can be compiled") if NO_TRITON is None else Finding("Triton kernels", "note", NO_TRITON, "pip install triton")
+    return [triton, _compiler(), _half_products()]
+
+
+def _compiler() -> Finding:
+    """The C++ compiler, tried."""
+    from tilewise.engines.cpp import compiler, matrix_unit, missing
+
+    reason = missing()
+    if reason is not None:
+        return Finding("C++ compiler", "note", reason, compiler.INSTALL)
+    unit = "; bfloat16 products run on the matrix unit (AMX)" if matrix_unit.usable() else ""
+    return Finding("C++ compiler", "ok", f"{compiler.find()}{unit}")
+
+
+def _half_products() -> Finding:
+    """torch's own product of bfloat16 matrices on the CPU, in a process of its own: on some virtual machines it ends the process."""
+    product = "import torch; a = torch.ones((64, 64), dtype=torch.bfloat16); a @ a"
+    done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=300, check=False)
+    if done.returncode == 0:
+        return Finding("torch's bfloat16 on cpu", "ok", "a product of matrices runs")
+    detail = f"a product of matrices ends Python (exit code {done.returncode}): the processor announces instructions that it does not run"
+    return Finding("torch's bfloat16 on cpu", "note", detail, "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16; tilewise's C++ engine needs no remedy")
+
+
+def _store() -> Finding:
+    root = store.kernel_root()
+    damaged = store.damaged()
+    size = sum(p.stat().st_size for p in store.entries())
+    detail = f"{root}: {len(store.entries())} kernels, {size / 2**20:.1f} MiB"
+    if damaged:
+        return Finding("kernel store", "note", f"{detail}, {len(damaged)} damaged (they will be built again)", "tilewise cache clear")
+    return Finding("kernel store", "ok", detail)
+
+
+def _engine(engine: Engine, device: str) -> Finding:
+    """A masked, scored forward and backward, compared with the reference in float64."""
+    title = f"{engine.name} on {device}"
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    plain = engine.name == "native"
+    mask: Any = masks.causal if plain else masks.causal & masks.sliding_window(50)
+    score = None if plain else scores.softcap(20.0)
+    query, key, value = (torch.randn(1, 2, 150, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    problem, _ = problem_of_call(query, key, value, mask, score, Options(), "bhsd", None)
+    refusal = reason_against(engine, problem, Request(engine.name, "doctor", False, False))
+    if refusal is not None:
+        return Finding(title, "note", refusal)
+    try:
+        error = _error([query, key, value], mask, score, engine.name)
+    except Exception as failure:  # whatever goes wrong is what the doctor is asked to find
+        return Finding(title, "problem", f"{type(failure).__name__}: {failure}", "this should work; please report it with `tilewise doctor --json`")
+    allowed = 16 * torch.finfo(dtype).eps
+    if not error <= allowed:
+        return Finding(title, "problem", f"differs from the reference by {error:.1e}, allowed {allowed:.1e}", "please report it with `tilewise doctor --json`")
+    return Finding(title, "ok", f"agrees with the reference, forward and backward, within {error:.1e}")
+
+
+def _error(inputs: list[torch.Tensor], mask: Any, score: Any, backend: str) -> float:
+    """Largest relative error of output and gradients."""
+    exact_inputs = [t.detach().double().cpu().requires_grad_() for t in inputs]
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
+    for tensors, name, results in ((inputs, backend, found), (exact_inputs, "reference", wanted)):
+        out = tilewise.attention(*tensors, mask=mask, score=score, backend=name)
+        results += [out, *torch.autograd.grad(out.square().sum(), tensors)]
+    return max(float((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()) for a, b in zip(found, wanted, strict=True))

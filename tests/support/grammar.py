@@ -1,0 +1,156 @@
+"""A small grammar of masks and scores, as strategies of hypothesis.
+
+A part is a structure: operators and ranks. The numbers in it (windows, lengths, tables) are drawn with a case's other contents,
+so that one part gives many problems that share their kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from tests.support.cases import Draw, document_ids
+
+
+class Part(NamedTuple):
+    """A mask or score in words, and how to make its function from drawn tensors and numbers."""
+
+    text: str
+    build: Callable[[Draw], Callable[..., Any]]
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+
+
+def fixed(text: str, f: Callable[..., Any]) -> Part:
+    return Part(text, lambda draw: f)
+
+
+def documents(draw: Draw) -> Callable[..., Any]:
+    q_ids, kv_ids = draw.integers(3, draw.case.batch, draw.case.q_len), draw.integers(3, draw.case.kv[2])
+    return lambda b, h, q, kv: q_ids[b, q] == kv_ids[kv]
+
+
+def packed_documents(draw: Draw) -> Callable[..., Any]:
+    q_ids, kv_ids = document_ids(draw, draw.case.q_len), document_ids(draw, draw.case.kv[2])
+    return lambda b, h, q, kv: q_ids[q] == kv_ids[kv]
+
+
+def table(draw: Draw) -> Callable[..., Any]:
+    seen = draw.coins(5, 7)
+    return lambda b, h, q, kv: seen[q // 16 % 5, kv // 16 % 7]
+
+
+def near(draw: Draw) -> Callable[..., Any]:
+    n = draw.number(0, 200)
+    return lambda b, h, q, kv: (q - kv).abs() <= n
+
+
+def behind(draw: Draw) -> Callable[..., Any]:
+    n = draw.number(-50, 200)
+    return lambda b, h, q, kv: q - kv < n - 30 * h
+
+
+def padded(draw: Draw) -> Callable[..., Any]:
+    n = draw.number(0, 200)
+    return lambda b, h, q, kv: kv < n + 20 * b
+
+
+def striped(times: int, period: int) -> Part:
+    return fixed(f"(q + {times} kv) % {period} < 3", lambda b, h, q, kv: (q + times * kv) % period < 3)
+
+
+def blocks(size: int) -> Part:
+    return fixed(f"q // {size} == kv // {size}", lambda b, h, q, kv: q // size == kv // size)
+
+
+ATOMS = st.one_of(
+    st.just(fixed("q >= kv", lambda b, h, q, kv: q >= kv)),
+    st.just(fixed("true", lambda b, h, q, kv: (q >= 0) & (kv >= 0))),
+    st.just(Part("documents", documents)),
+    st.just(Part("packed documents", packed_documents)),
+    st.just(Part("table", table)),
+    st.just(Part("|q - kv| <= n", near)),
+    st.just(Part("q - kv < n - 30 h", behind)),
+    st.just(Part("kv < n + 20 b", padded)),
+    st.builds(striped, st.integers(-3, 3), st.integers(1, 9)),
+    st.builds(blocks, st.integers(1, 40)),
+)
+
+
+def joined(operator: str) -> Callable[[tuple[Part, Part]], Part]:
+    def join(parts: tuple[Part, Part]) -> Part:
+        def build(draw: Draw) -> Callable[..., Any]:
+            f, g = (p.build(draw) for p in parts)
+            if operator == "&":
+                return lambda *at: f(*at) & g(*at)
+            return lambda *at: f(*at) | g(*at)
+
+        return Part(f"({parts[0].text} {operator} {parts[1].text})", build)
+
+    return join
+
+
+def negated(part: Part) -> Part:
+    def build(draw: Draw) -> Callable[..., Any]:
+        f = part.build(draw)
+        return lambda *at: ~f(*at)
+
+    return Part(f"~{part.text}", build)
+
+
+def combined(inner: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
+    return st.one_of(st.tuples(inner, inner).map(joined("&")), st.tuples(inner, inner).map(joined("|")), inner.map(negated))
+
+
+MASKS = st.recursive(ATOMS, combined, max_leaves=4)
+
+# -- scores ----------------------------------------------------------------------------------------------------------
+
+
+def by_head(draw: Draw) -> Callable[..., Any]:
+    gain = draw.learned(draw.case.batch, draw.case.heads)
+    return lambda s, b, h, q, kv: s * (1.0 + 0.25 * gain[b, h])
+
+
+def by_query(draw: Draw) -> Callable[..., Any]:
+    bias = draw.learned(draw.case.heads, draw.case.q_len)
+    return lambda s, b, h, q, kv: s + bias[h, q] * torch.tanh(s)
+
+
+def by_key(draw: Draw) -> Callable[..., Any]:
+    bias = draw.learned(draw.case.kv[2])
+    return lambda s, b, h, q, kv: s + bias[kv] - bias[-1 - kv]
+
+
+def relative(draw: Draw) -> Callable[..., Any]:
+    bias = draw.learned(13)
+    return lambda s, b, h, q, kv: s + bias[(q - kv) % 13]
+
+
+def wave(draw: Draw) -> Callable[..., Any]:
+    return lambda s, b, h, q, kv: torch.where((q + kv) % 2 == 0, s, torch.sin(s) + 0.01 * (q - kv))
+
+
+def forbidding(draw: Draw) -> Callable[..., Any]:
+    """Comes last: the sine of -inf is NaN, and gradients of NaN scores are nobody's business."""
+    return lambda s, b, h, q, kv: torch.where((q * 3 + kv) % 5 == 0, -float("inf"), s)
+
+
+def capped(draw: Draw) -> Callable[..., Any]:
+    return lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0)
+
+
+def sloped(draw: Draw) -> Callable[..., Any]:
+    slopes = draw.learned(draw.case.heads)
+    return lambda s, b, h, q, kv: s + slopes[h] * ((kv - q) / 64)
+
+
+# What a score may see inside packed sequences is the distance and the head: absolute positions and b mean something else there.
+BY_DISTANCE = [Part(f.__name__, f) for f in (relative, capped, sloped)]
+STEPS = [*[Part(f.__name__, f) for f in (by_head, by_query, by_key, wave, forbidding)], *BY_DISTANCE]
+SCORES = st.lists(st.sampled_from(STEPS), max_size=2).map(lambda steps: sorted(steps, key=lambda step: step.build is forbidding))
