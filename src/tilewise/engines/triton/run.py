@@ -22,6 +22,7 @@ from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.triton import fixed_point, launches
 from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SPARSE, table_config
 from tilewise.engines.triton.fitting import fitted
+from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS, SHIFT_TERMS
 
 PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT, INTERPRETED_SMS = 2, 2, 4, 4
@@ -141,7 +142,7 @@ class BackwardPass(ABC):
         self._prepare(p, launches.bwd_tensors(p, grad_out, lse, delta, shift, grads, seed_of(p)))
 
     @abstractmethod
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None: ...
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None: ...
 
     def run(self, p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, *grads: Tensor) -> dict[int, Tensor]:
         shift = shift_terms(p)
@@ -156,7 +157,7 @@ class BackwardPass(ABC):
 class Backward(BackwardPass):
     """dK and dV of key tiles and dQ of query tiles, every sum in one program's registers: the same every time."""
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, tensors, frozenset(), *configs))
 
     def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
@@ -167,11 +168,11 @@ class Backward(BackwardPass):
 class AtomicDqBackward(BackwardPass):
     """Programs of key tiles add up dQ in memory, and `dq_postprocess` takes it from there."""
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         sums = self._sums(p)
-        given = tensors | {"dq_sums": (sums,)}
+        given = tensors._replace(dq_sums=(sums,))
         self._bwd = fitted(p, BWD_ATOMIC_DQ, lambda configs: launches.bwd_atomic_dq_launch(p, given, *configs))
-        after = launches.dq_postprocess_tensors(p, *[tensors[name] for name in ("p_do", "p_lse", "p_delta", "p_dq")], sums, tensors["p_seed"])
+        after = launches.dq_postprocess_tensors(p, tensors.do, tensors.lse, tensors.delta, tensors.dq, sums, tensors.seed)
         self._postprocess = prepare(launches.dq_postprocess_launch(p, after, table_config("dkdv_atomic_dq", p)), p.device)
 
     def _sums(self, p: Problem) -> Tensor:
@@ -192,8 +193,8 @@ class CapturesBackward(BackwardPass):
         self._wanted = wanted
         super().__init__(p, *tensors)
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
-        given = tensors | {"capture_grads": self._sums(p)}
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
+        given = tensors._replace(capture_grads=self._sums(p))
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, given, self._wanted, *configs))
 
     def _sums(self, p: Problem) -> tuple[Tensor, ...]:
@@ -212,10 +213,10 @@ class FixedPointBackward(BackwardPass):
         self._wanted = wanted
         super().__init__(p, *tensors)
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         gauges = fixed_point.gauges(p, self._wanted)
-        measured = tensors | {"capture_grads": gauges.arguments}
-        added = tensors | {"capture_grads": fixed_point.totals(p, self._wanted, gauges.limits).arguments}
+        measured = tensors._replace(capture_grads=gauges.arguments)
+        added = tensors._replace(capture_grads=fixed_point.totals(p, self._wanted, gauges.limits).arguments)
         self._gauge = fitted(p, BWD, lambda configs: launches.gauge_launch(p, measured, self._wanted, *configs))
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, added, self._wanted, *configs))
 
