@@ -204,21 +204,21 @@ def dkdv_rows(head, schedule, i_b, i_hk, i_tile, tensors, args, MASK: tl.constex
                 applies = mask_applies(schedule, row, run, GIVEN)
                 for i_q in tl.range(start, stop, num_stages=1):
                     queries = (p_q, p_do, tensors.lse + o_bh, tensors.delta + o_bh)
-                    b_dk, b_dv = dkdv_step((b_k, b_v), (b_dk, b_dv), queries, (i_b, i_h), i_q, o_kv, applies, tensors, args, MASK, SCORE, DSCORE, C)
+                    b_dk, b_dv = dkdv_step((b_k, b_v, o_kv), (b_dk, b_dv), queries, (i_b, i_h), i_q, applies, tensors, args, MASK, SCORE, DSCORE, C)
         store_rows(head[2] + i_kv * args.strides.dk[2], args.strides.dk, b_dk * args.mods.scale[2], 1, 1, D, D_TRUE)
         store_rows(head[3] + i_kv * args.strides.dv[2], args.strides.dv, b_dv, 1, 1, DV, DV_TRUE)
 
 
 @triton.jit
-def dkdv_step(key, sums, queries, bh, i_q, o_kv, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, C: tl.constexpr):
-    """dK and dV of one key, with the contribution of CHUNK queries (chunk i_q) added. `key` are its k and v, `queries` point to q, dO, lse and delta
+def dkdv_step(key, sums, queries, bh, i_q, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, C: tl.constexpr):
+    """dK and dV of one key, with the contribution of CHUNK queries (chunk i_q) added. `key` are its k, v and position, `queries` point to q, dO, lse and delta
     of this query head."""
     D: tl.constexpr = C.value.d
     DV: tl.constexpr = C.value.dv
     D_TRUE: tl.constexpr = C.value.d_true
     DV_TRUE: tl.constexpr = C.value.dv_true
     DROPOUT: tl.constexpr = C.value.dropout
-    b_k, b_v = key
+    b_k, b_v, o_kv = key
     b_dk, b_dv = sums
     p_q, p_do, p_lse, p_delta = queries
     n_q, n_kv, mods = args.shape.n_q, args.shape.n_kv, args.mods

@@ -58,12 +58,13 @@ def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def full_runs(schedule, row):
+    """The runs whose tiles need to check neither the end of the sequence nor the mask."""
     return tl.load(schedule.offsets + 3 * row), tl.load(schedule.offsets + 3 * row + 1)
 
 
 @triton.jit
 def masked_runs(schedule, row):
-    """The runs whose tiles must check the end of the sequence or the mask."""
+    """The other runs."""
     return tl.load(schedule.offsets + 3 * row + 1), tl.load(schedule.offsets + 3 * row + 3)
 
 
@@ -112,6 +113,7 @@ def dot_rows(b_x, b_y, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_256(b_x, b_y, PRECISION: tl.constexpr):
+    """x y^T over a head dim of 256, as two sums over 128."""
     b_x0, b_x1 = halves(b_x)
     b_y0, b_y1 = halves(b_y)
     return add_unfused(tl.dot(b_x0, tl.trans(b_y0), input_precision=PRECISION), 1.0, tl.dot(b_x1, tl.trans(b_y1), input_precision=PRECISION))

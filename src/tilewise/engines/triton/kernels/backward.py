@@ -194,40 +194,30 @@ def dkdv_tiles(b_k, b_v, i_b, i_hk, i_kv, tensors, args, MASK: tl.constexpr, SCO
             for run in range(first, last):
                 start, stop = run_of(args.columns, run)
                 for i_q in tl.range(start, stop, num_stages=STAGES):
-                    b_dk, b_dv = dkdv_tile((b_k, b_v, b_w), (b_dk, b_dv), head, (i_b, i_h), i_q, o_kv, -1, tensors, args, MASK, SCORE, DSCORE, False, C)
+                    b_dk, b_dv = dkdv_tile((b_k, b_v, b_w, o_kv), (b_dk, b_dv), head, (i_b, i_h), i_q, -1, tensors, args, MASK, SCORE, DSCORE, False, C)
             first, last = masked_runs(args.columns, row)
             for run in range(first, last):
                 start, stop = run_of(args.columns, run)
                 applies = mask_applies(args.columns, row, run, GIVEN)
                 for i_q in tl.range(start, stop, num_stages=MASKED_STAGES):
-                    b_dk, b_dv = dkdv_tile((b_k, b_v, b_w), (b_dk, b_dv), head, (i_b, i_h), i_q, o_kv, applies, tensors, args, MASK, SCORE, DSCORE, True, C)
+                    b_dk, b_dv = dkdv_tile((b_k, b_v, b_w, o_kv), (b_dk, b_dv), head, (i_b, i_h), i_q, applies, tensors, args, MASK, SCORE, DSCORE, True, C)
         else:
             for i_q in tl.range(0, n_q // M, num_stages=STAGES):
-                b_dk, b_dv = dkdv_tile((b_k, b_v, b_w), (b_dk, b_dv), head, (i_b, i_h), i_q, o_kv, -1, tensors, args, None, SCORE, DSCORE, False, C)
+                b_dk, b_dv = dkdv_tile((b_k, b_v, b_w, o_kv), (b_dk, b_dv), head, (i_b, i_h), i_q, -1, tensors, args, None, SCORE, DSCORE, False, C)
             if n_q % M != 0:
-                b_dk, b_dv = dkdv_tile((b_k, b_v, b_w), (b_dk, b_dv), head, (i_b, i_h), n_q // M, o_kv, -1, tensors, args, None, SCORE, DSCORE, True, C)
+                b_dk, b_dv = dkdv_tile((b_k, b_v, b_w, o_kv), (b_dk, b_dv), head, (i_b, i_h), n_q // M, -1, tensors, args, None, SCORE, DSCORE, True, C)
     return b_dk, b_dv
 
 
 @triton.jit
 def dkdv_tile(
-    keys,
-    sums,
-    head,
-    bh,
-    i_q,
-    o_kv,
-    applies,
-    tensors,
-    args,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    DSCORE: tl.constexpr,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
+    keys, sums, head, bh, i_q, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """dK and dV with one query tile's contribution added, which with atomic_dq also adds its dQ to memory. `keys` are k, v and the shift's weights, `head`
-    the pointers of this query head. MASKED tiles may reach past the last query, where q and dO are 0 and so is the contribution."""
+    """dK and dV with one query tile's contribution added; with atomic_dq, the tile's dQ is added to memory too.
+
+    `keys` are k, v, the shift's weights and the keys' positions, `head` the pointers of this query head. MASKED tiles may reach past the last query,
+    where q and dO are 0 and so is the contribution.
+    """
     M: tl.constexpr = C.value.m
     D: tl.constexpr = C.value.d
     DV: tl.constexpr = C.value.dv
@@ -237,7 +227,7 @@ def dkdv_tile(
     UPCAST: tl.constexpr = C.value.upcast
     FOLDED: tl.constexpr = C.value.folded
     ATOMIC_DQ: tl.constexpr = C.value.atomic_dq
-    b_k, b_v, b_w = keys
+    b_k, b_v, b_w, o_kv = keys
     b_dk, b_dv = sums
     p_q, p_do, p_lse, p_delta, p_shift, p_sum = head
     n_q, n_kv, mods = args.shape.n_q, args.shape.n_kv, args.mods
@@ -348,7 +338,7 @@ def dq_program(pid, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCO
     b_delta = tl.load(tensors.delta + o_bh + o_row, mask=o_row < n_left, other=0.0)  # [M]
     p_k = tensors.k + (i_b * args.strides.k[0] + (i_h // ratio) * args.strides.k[1])
     p_v = tensors.v + (i_b * args.strides.v[0] + (i_h // ratio) * args.strides.v[1])
-    b_dq = dq_tiles((b_q, b_do, b_lse, b_delta), (p_k, p_v), (i_b, i_h), o_q, row, tensors, args, MASK, SCORE, DSCORE, SCATTER, C)
+    b_dq = dq_tiles((b_q, b_do, b_lse, b_delta, o_q), (p_k, p_v), (i_b, i_h), row, tensors, args, MASK, SCORE, DSCORE, SCATTER, C)
     p_dq = tensors.dq + (i_b * args.strides.dq[0] + i_h * args.strides.dq[1])
     store_rows(p_dq + first * args.strides.dq[2], args.strides.dq, b_dq * args.mods.scale[2], n_left, M, D, D_TRUE)
     if tl.max(tl.where(tl.abs(b_dq) < float("inf"), 0, 1), None) > 0:  # has_nonfinite(b_dq), as Triton 3.6 can compile it for Blackwell
@@ -358,8 +348,9 @@ def dq_program(pid, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCO
 
 
 @triton.jit
-def dq_tiles(queries, kv, bh, o_q, row, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, SCATTER: tl.constexpr, C: tl.constexpr):
-    """dQ / scale [M, D] of the query tile, summed over its key tiles: first the full ones, then the others. `queries` are q, dO, lse and delta."""
+def dq_tiles(queries, kv, bh, row, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, SCATTER: tl.constexpr, C: tl.constexpr):
+    """dQ / scale [M, D] of the query tile, summed over its key tiles: first the full ones, then the others. `queries` are q, dO, lse,
+    delta and their positions."""
     M: tl.constexpr = C.value.m
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
@@ -373,18 +364,18 @@ def dq_tiles(queries, kv, bh, o_q, row, tensors, args, MASK: tl.constexpr, SCORE
         for run in range(first, last):
             start, stop = run_of(args.rows, run)
             for i_kv in tl.range(start, stop, num_stages=STAGES):
-                b_dq = dq_tile(queries, b_dq, kv, bh, o_q, i_kv, -1, tensors, args, MASK, SCORE, DSCORE, SCATTER, False, C)
+                b_dq = dq_tile(queries, b_dq, kv, bh, i_kv, -1, tensors, args, MASK, SCORE, DSCORE, SCATTER, False, C)
         first, last = masked_runs(args.rows, row)
         for run in range(first, last):
             start, stop = run_of(args.rows, run)
             applies = mask_applies(args.rows, row, run, GIVEN)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
-                b_dq = dq_tile(queries, b_dq, kv, bh, o_q, i_kv, applies, tensors, args, MASK, SCORE, DSCORE, SCATTER, True, C)
+                b_dq = dq_tile(queries, b_dq, kv, bh, i_kv, applies, tensors, args, MASK, SCORE, DSCORE, SCATTER, True, C)
     else:
         for i_kv in tl.range(0, n_kv // N, num_stages=STAGES):
-            b_dq = dq_tile(queries, b_dq, kv, bh, o_q, i_kv, -1, tensors, args, None, SCORE, DSCORE, SCATTER, False, C)
+            b_dq = dq_tile(queries, b_dq, kv, bh, i_kv, -1, tensors, args, None, SCORE, DSCORE, SCATTER, False, C)
         if n_kv % N != 0:
-            b_dq = dq_tile(queries, b_dq, kv, bh, o_q, n_kv // N, -1, tensors, args, None, SCORE, DSCORE, SCATTER, True, C)
+            b_dq = dq_tile(queries, b_dq, kv, bh, n_kv // N, -1, tensors, args, None, SCORE, DSCORE, SCATTER, True, C)
     return b_dq
 
 
@@ -394,7 +385,6 @@ def dq_tile(
     b_dq,
     kv,
     bh,
-    o_q,
     i_kv,
     applies,
     tensors,
@@ -413,7 +403,7 @@ def dq_tile(
     D_TRUE: tl.constexpr = C.value.d_true
     DV_TRUE: tl.constexpr = C.value.dv_true
     PRECISION: tl.constexpr = C.value.precision
-    b_q, b_do, b_lse, b_delta = queries
+    b_q, b_do, b_lse, b_delta, o_q = queries
     n_q, n_kv, mods = args.shape.n_q, args.shape.n_kv, args.mods
     n_left = n_kv - i_kv * N
     first = i_kv * N

@@ -80,30 +80,32 @@ def attend_tiles(b_q, kv, bh, o_q, row, tensors, args, MASK: tl.constexpr, SCORE
         for run in range(first, last):
             start, stop = run_of(args.schedule, run)
             for i_kv in tl.range(start, stop, num_stages=STAGES):
-                b_m, b_l, b_acc = attend_tile(b_q, (b_m, b_l, b_acc), kv, bh, o_q, i_kv, -1, tensors, args, MASK, SCORE, False, C)
+                b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, i_kv, -1, tensors, args, MASK, SCORE, False, C)
         first, last = masked_runs(args.schedule, row)
         for run in range(first, last):
             start, stop = run_of(args.schedule, run)
             applies = mask_applies(args.schedule, row, run, GIVEN)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
-                b_m, b_l, b_acc = attend_tile(b_q, (b_m, b_l, b_acc), kv, bh, o_q, i_kv, applies, tensors, args, MASK, SCORE, True, C)
+                b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, i_kv, applies, tensors, args, MASK, SCORE, True, C)
     else:
         for i_kv in tl.range(0, n_kv // N, num_stages=STAGES):
-            b_m, b_l, b_acc = attend_tile(b_q, (b_m, b_l, b_acc), kv, bh, o_q, i_kv, -1, tensors, args, None, SCORE, False, C)
+            b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, i_kv, -1, tensors, args, None, SCORE, False, C)
         if n_kv % N != 0:
-            b_m, b_l, b_acc = attend_tile(b_q, (b_m, b_l, b_acc), kv, bh, o_q, n_kv // N, -1, tensors, args, None, SCORE, True, C)
+            b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, n_kv // N, -1, tensors, args, None, SCORE, True, C)
     return b_m, b_l, b_acc
 
 
 @triton.jit
-def attend_tile(b_q, state, kv, bh, o_q, i_kv, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
-    """One key tile of the online softmax: P = 2^(s - max), l = l decay + sum P, acc = acc decay + P V. MASKED: check the mask and the end."""
+def attend_tile(queries, state, kv, bh, i_kv, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+    """One key tile of the online softmax: P = 2^(s - max), l = l decay + sum P, acc = acc decay + P V. MASKED: check the mask and the end.
+    `queries` are q [M, D] and their positions [M], the state is maximum [M], sum l [M] and weighted values acc [M, DV]."""
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
     DV: tl.constexpr = C.value.dv
     D_TRUE: tl.constexpr = C.value.d_true
     DV_TRUE: tl.constexpr = C.value.dv_true
     PRECISION: tl.constexpr = C.value.precision
+    b_q, o_q = queries
     b_m, b_l, b_acc = state
     n_q, n_kv = args.shape.n_q, args.shape.n_kv
     n_left = n_kv - i_kv * N
