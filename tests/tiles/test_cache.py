@@ -264,7 +264,7 @@ def test_from_many_threads() -> None:
         for done in [pool.submit(work, n) for n in range(8)]:
             done.result()
     assert maps.built - before <= 8 * 10 * 2 + 8
-    assert len(maps._maps) <= map_cache.CACHED_MAPS
+    assert len(maps._maps) <= map_cache.MAX_MAPS
     assert built_during(lambda: attend(shared)) == 0
 
 
