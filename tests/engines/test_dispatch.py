@@ -40,7 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(engine, method, watched)
 
     for engine in ENGINES:
-        watch(engine, "call" if isinstance(engine, NativeEngine) else "forward")
+        watch(engine, "forward")
     return ran
 
 
@@ -381,19 +381,19 @@ def test_an_option_that_costs_an_engine_is_told_once(option: str, warnings: Call
         tw.attention(*q_k_v(1, 2, length, 8), **COSTLY[option])
     served = tw.explain(*q_k_v(), **COSTLY[option]).engine
     (message,) = warnings()
-    assert message.startswith(f"{option} costs the engine 'native', which would serve the call without it; {served!r} does.")
+    assert message.startswith(f"{option} rules out 'native'; using {served!r}.")
 
 
 def test_deterministic_tells_which_engine_it_costs(monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]) -> None:
     monkeypatch.setattr(NativeEngine, "refuse", lambda self, p: "not repeatable" if p.deterministic else None)
     tw.attention(*q_k_v(), deterministic=True)
-    assert [m.split(",")[0] for m in warnings()] == ["deterministic=True costs the engine 'native'"]
+    assert [m.split(";")[0] for m in warnings()] == ["deterministic=True rules out 'native'"]
 
 
 def test_a_map_tells_which_engine_it_costs(monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]) -> None:
     monkeypatch.setattr(CppEngine, "refuse", lambda self, p: "odd tiles" if p.tiles is not None else None)
     tw.attention(*q_k_v(), mask=tw.tile_map(masks.sliding_window(9), q_len=40, kv_len=40), backend="flex")
-    assert [m.split(";")[0] for m in warnings()] == ["the given tile map costs the engine 'cpp', which would serve the call without it"]
+    assert [m.split(";")[0] for m in warnings()] == ["the given tile map rules out 'cpp'"]
 
 
 SILENT: dict[str, dict[str, Any]] = {

@@ -270,7 +270,7 @@ def test_from_many_threads() -> None:
 
 def test_everything_is_forgotten_when_what_was_made_for_maps_grows_large() -> None:
     cache, told = MapCache(8), []
-    cache.also.append(lambda: told.append(True))
+    cache.on_clear.append(lambda: told.append(True))
     cache.weigh(2**29)
     assert not told
     cache.weigh(2**29 + 1)

@@ -105,7 +105,7 @@ def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Work
     }
 
 
-def bwd_postprocess_tensors(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, ...], work: Workspace) -> Tensors:
+def bwd_postprocess_tensors(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], work: Workspace) -> Tensors:
     dq, dk, dv = grads
     return {
         "p_q": p.query,
