@@ -337,8 +337,8 @@ def consumer(
 ):
     """Consumer warpgroup WG accumulates dK and dV of keys [64 WG, 64 WG + 64) of the key tile, and computes half of each query tile's dQ.
 
-    Scores are transposed, so that P^T and dS^T in registers are left operands of dV and dK as they are; only dQ needs dS from shared memory. Every wait has
-    another product under way: dP^T under the softmax, dV under dS, dK and dQ under the exchange of dS, and S^T of the next step under the staging of dQ."""
+    Scores are transposed, so that P^T and dS^T in registers are left operands of dV and dK as they are; only dQ needs dS from shared memory. Products
+    overlap other work: dP^T the softmax, dV the computation of dS, dK its exchange, and S^T of the next step the staging of dQ."""
     dk_desc, dv_desc, p_nonfinite, p_seed, work_bufs, full, mailboxes, p_bits, shape, scale, keep_scale, threshold, score = work
     bufs, ds_bufs, dq_bufs = work_bufs
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs

@@ -5,7 +5,7 @@ One program owns 64 keys of one key head: the accumulators dK and dV, [64, 256] 
                             first computes dV += P^T dO, the second dK += dS^T Q, and each of them half of the columns of dQ = dS K
   one store warp            adds dQ to global memory (TMA reduction) and releases the stage of Q and dO
   one load warp             that of backward.py
-No shared memory is left to stage dQ in. It is staged in the step's own buffers of dO (read last by the first warpgroup, for dV) and of Q (by the second, for dK).
+No shared memory is left to stage dQ in. It is staged in the step's own buffers of dO (read last by the first warpgroup, for dV) and Q (by the second, for dK).
 """
 
 from triton.experimental import gluon
@@ -163,7 +163,7 @@ def consumer(acc_desc, work, SCORE: gl.constexpr, DSCORE: gl.constexpr, MAPPED: 
     half of the columns of each query tile's dQ.
 
     Scores are not transposed here: wgmma has 64 rows, and a warpgroup only 32 keys. P and dS are transposed when they are stored to shared memory.
-    dP is under way during the softmax, dV under dS, and S of the next step under the staging of dQ."""
+    Products overlap other work: dP the softmax, dV the computation of dS, and S of the next step the staging of dQ."""
     p_nonfinite, p_seed, work_bufs, full, mailboxes, p_bits, shape, scale, keep_scale, threshold, score = work
     bufs, p_bufs, ds_bufs, dq_bufs = work_bufs
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs

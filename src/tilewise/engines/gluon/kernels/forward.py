@@ -326,7 +326,7 @@ def consumer(
             b_words = step_mask_bits(p_bits, bits_row, n_masked > 0, MAPPED, C)
             next_bits = (p_bits, bits_row + NWG * ROWS, n_masked > 1)
             b_p, b_m, b_l, b_decay, b_words = first_step(
-                q, b_m, b_l, b_words, kv_pipe, i_step, next_bits, n_masked > 0, n_steps > 1, score_args, SCORE, MAPPED, DROPOUT, WG, C
+                q, (b_m, b_l, b_words), kv_pipe, i_step, next_bits, n_masked > 0, n_steps > 1, score_args, SCORE, MAPPED, DROPOUT, WG, C
             )
             i_step += 1
             for i in range(1, n_steps):
@@ -384,9 +384,7 @@ def consumer(
 @gluon.jit
 def first_step(
     q,
-    b_m,
-    b_l,
-    b_words,
+    state,
     kv_pipe,
     i_step,
     next_bits,
@@ -399,7 +397,8 @@ def first_step(
     WG: gl.constexpr,
     C: gl.constexpr,
 ):
-    """S and softmax of a query tile's first K tile; there is no P V yet. Arguments are those of `step`."""
+    """S and softmax of a query tile's first K tile; there is no P V yet. Arguments are those of `step`, but the state is only m, l and the mask bits."""
+    b_m, b_l, b_words = state
     k_bufs, _, k_full, v_full, step_mailbox = kv_pipe
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
