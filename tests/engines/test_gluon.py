@@ -5,10 +5,11 @@ import torch
 
 from tilewise import masks
 from tilewise.core.problem import Options, Problem, make_problem
-from tilewise.engines import engine_named
-from tilewise.engines.gluon import GluonEngine, refuse_problem, tma_can_load
+from tilewise.engines import Request, engine_named
+from tilewise.engines.gluon import GluonEngine
 from tilewise.engines.gluon.config import backward_config, forward_config
-from tilewise.frontend.dispatch import Request, reason_against
+from tilewise.engines.gluon.refusals import refuse_problem, tma_can_load
+from tilewise.frontend.dispatch import reason_against
 
 
 def problem(shape: tuple[int, ...] = (2, 4, 512, 64), v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, mask: object = None) -> Problem:

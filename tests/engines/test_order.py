@@ -92,7 +92,7 @@ def test_maps_of_patches_are_exact(shape: tuple[int, ...], strips: tuple[int, ..
 def test_tensors_in_patches(shape: tuple[int, ...], strips: tuple[int, ...]) -> None:
     places, count, o = listed(shape, strips), prod(shape), TokenPermutation(shape, strips)
     for tensor in (torch.randn(2, 3, count, 4), torch.randn(2, count, 3, 4).transpose(1, 2), torch.randn(4, count, 2, 3).permute(2, 3, 1, 0)):
-        there = o.arranged(tensor, 2)
+        there = o.permute(tensor, 2)
         back = o.unpermute(there, 2)
         assert torch.equal(there, tensor[:, :, places])
         assert torch.equal(back, tensor)
@@ -170,7 +170,7 @@ def why(mask: Any, length: int = 128 * 128, engine: str = "cpp", **options: Any)
     """The order of a call, or why there is none."""
     q = torch.empty((1, 1, length, 8))
     found = token_order.ordering(engine_named(engine), make_problem(q, q, q, mask, None, Options(**options))[0])
-    return str(found.order.strips) if found.order is not None else found.reason
+    return str(found.permutation.strips) if found.permutation is not None else found.reason
 
 
 def test_when() -> None:
@@ -232,7 +232,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TokenPermutation]]:
         taken.append(self)
         return original(self, call)
 
-    monkeypatch.setattr(Engine, "copies_worth", -(10**9))
+    monkeypatch.setattr(Engine, "min_keys_spared", -(10**9))
     monkeypatch.setattr(TokenPermutation, "rewritten", noted)
     call_cache.forget()
     yield taken
@@ -331,13 +331,13 @@ def test_keys_of_one_head_for_all(always: list[TokenPermutation], monkeypatch: p
     shared = [query, key.expand(2, 2, -1, -1), value.expand(2, 2, -1, -1)]
     check(shared, masks.neighborhood((16, 24), 7), "cpp")
     copied: list[torch.Size] = []
-    arranged = TokenPermutation.arranged
+    permute = TokenPermutation.permute
 
     def noted(self: TokenPermutation, tensor: Tensor, dim: int) -> Tensor:
         copied.append(tensor.shape)
-        return arranged(self, tensor, dim)
+        return permute(self, tensor, dim)
 
-    monkeypatch.setattr(TokenPermutation, "arranged", noted)
+    monkeypatch.setattr(TokenPermutation, "permute", noted)
     with torch.no_grad():
         found, wanted = (tw.attention(*shared, mask=masks.neighborhood((16, 24), 7), backend=engine) for engine in ("cpp", "reference"))
     torch.testing.assert_close(found, wanted)
@@ -392,10 +392,11 @@ def test_a_second_call_makes_nothing_anew(always: list[TokenPermutation], monkey
 
     first = step()
     built = maps.built
-    assert (len(made), len(always)) == (1, 2)  # one problem; its mask and its score rewritten
+    rewritten = token_order._rewritten.cache_info().misses
+    assert len(made) == 1 and always
     for _ in range(3):
         assert torch.equal(step(), first)
-    assert (len(made), len(always), maps.built) == (1, 2, built)
+    assert (len(made), token_order._rewritten.cache_info().misses, maps.built) == (1, rewritten, built)
 
 
 def test_kernels_built_ahead_are_those_of_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,7 +449,7 @@ def test_one_function_on_two_grids(always: list[TokenPermutation]) -> None:
 
 @pytest.fixture
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Engine, "copies_worth", -(10**9))
+    monkeypatch.setattr(Engine, "min_keys_spared", -(10**9))
     torch._dynamo.reset()
     yield
 

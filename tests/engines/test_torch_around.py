@@ -143,9 +143,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for engine in (BlockedEngine, CppEngine, ReferenceEngine):
         forward = engine.forward
 
-        def counted(self: Any, problem: Any, forward: Any = forward) -> Any:
+        def counted(self: Any, problem: Any, plan: Any, forward: Any = forward) -> Any:
             names.append(self.name)
-            return forward(self, problem)
+            return forward(self, problem, plan)
 
         monkeypatch.setattr(engine, "forward", counted)
     return names

@@ -10,7 +10,7 @@ import torch
 import tilewise as tw
 from tilewise import masks, scores
 from tilewise.engines.gpu import bwd_chunks
-from tilewise.engines.gpu.launch import Counts
+from tilewise.engines.gpu.kernel_cache import Counts
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 fused = pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU"))])

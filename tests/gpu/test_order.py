@@ -12,12 +12,12 @@ from tilewise import masks
 from tilewise.core.map_cache import maps
 from tilewise.engines.base import Engine
 from tilewise.engines.gluon import GluonEngine
-from tilewise.engines.gpu.launch import Counts
+from tilewise.engines.gpu.kernel_cache import Counts
 
 
 @pytest.fixture(autouse=True)
 def eager_for_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GluonEngine, "copies_worth", Engine.min_keys_spared)
+    monkeypatch.setattr(GluonEngine, "min_keys_spared", Engine.min_keys_spared)
 
 
 def both_passes(engine: str, shape: tuple[int, ...], mask: Any, dtype: torch.dtype, heads: int = 2, dim: int = 64) -> list[torch.Tensor]:

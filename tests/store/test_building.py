@@ -55,11 +55,12 @@ MASKS = {
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_looked_into_on_every_architecture(name: str, arch: int) -> None:
+    from tilewise.engines.gpu.aot import build
     from tilewise.engines.triton import aot
     from tilewise.tools.build import _problem
 
     problem = _problem(MASKS[name], None, 64, torch.bfloat16, 4096)
-    built = [aot.build(launches(), arch) for launches in aot.map_launches(problem)]
+    built = [build(launches(), arch) for launches in aot.map_launches(problem)]
     assert len(built) == 1 and built[0].startswith("classify")
 
 
@@ -87,7 +88,7 @@ def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
     for launches in (*aot.forward_launches(problem), *aot.backward_launches(problem, frozenset())):
         launch = launches()[0]
         loops = loops_of_products(machine_code(launch, 90))
-        assert loops or launch.kernel in ("deltas", "classify", "bring")
+        assert loops or launch.kernel in ("bwd_preprocess", "classify", "dq_postprocess")
         for body in loops:
             spills, waits, products = (len(re.findall(word, body)) for word in (r"\b(?:LDL|STL)\b", "WARPGROUP.DEPBAR", "HGMMA"))
             assert spills == 0, f"{launch.kernel} D{dim}: {spills} spills in a loop of {products} products"
@@ -95,20 +96,21 @@ def test_no_loop_of_a_kernel_spills_or_waits(mask: object, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("in_parts", "product", "most"), [(True, "HGMMA", 1.0), (False, "FFMA", 0.05)], ids=["in parts", "plain units"])
-def test_a_forward_in_32_bits_hardly_spills(in_parts: bool, product: str, most: float, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bf16x6", "product", "most"), [(True, "HGMMA", 1.0), (False, "FFMA", 0.05)], ids=["bf16x6", "ieee"])
+def test_a_forward_in_32_bits_hardly_spills(bf16x6: bool, product: str, most: float, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile a little too large spills as often as it multiplies, and takes ten times as long."""
-    from tilewise.engines.triton import aot, config
+    from tilewise.engines.gpu import config
+    from tilewise.engines.triton import aot
     from tilewise.tools.build import _problem
 
-    monkeypatch.setattr(config, "has_parts", lambda: in_parts)
+    monkeypatch.setattr(config, "has_bf16x6", lambda: bf16x6)
     sass = machine_code(aot.forward_launches(_problem(masks.causal, None, dim, torch.float32, 4096))[0]()[0], 90)
     spills, products = (len(re.findall(word, sass)) for word in (r"\b(?:LDL|STL)\b", rf"\b{product}\b"))
     assert products > 0 and spills < most * products, f"D{dim}: {spills} spills beside {products} products"
 
 
 @pytest.mark.parametrize("dim", [64, 256])
-def test_a_backward_in_parts_has_no_product_that_is_compiled_wrongly(dim: int) -> None:
+def test_a_bf16x6_backward_has_no_product_that_is_compiled_wrongly(dim: int) -> None:
     """See config.is_miscompiled."""
     from tilewise.engines.triton import aot
     from tilewise.tools.build import _problem
@@ -122,7 +124,9 @@ def test_a_backward_in_parts_has_no_product_that_is_compiled_wrongly(dim: int) -
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim: int) -> None:
     """A configuration that would take more tensor memory than there is, for which Triton makes a kernel that does nothing, is not taken."""
-    from tilewise.engines.gpu.launch import Launch, load_or_build, request_of
+    from tilewise.engines.gpu.aot import build
+    from tilewise.engines.gpu.kernel_cache import load_or_build
+    from tilewise.engines.gpu.launch import Launch, request_of
     from tilewise.engines.gpu.limits import shared_memory
     from tilewise.engines.triton import aot
     from tilewise.tools.build import _problem
@@ -137,13 +141,13 @@ def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim
 
     problem = _problem(None, None, dim, torch.bfloat16, 4096).with_tensors(deterministic=deterministic)
     for launches in aot.backward_launches(problem, frozenset()):
-        aot.build(Watched(launches()), 100)
-        facts = json.loads(load_or_build(request_of(tried[-1], 100))["facts"])
+        build(Watched(launches()), 100)
+        facts = json.loads(load_or_build(request_of(tried[-1], 100), tried[-1].table)["facts"])
         assert facts["shared"] <= shared_memory(100)
     assert len(tried) == (5 if dim == 128 and not deterministic else len(aot.backward_launches(problem, frozenset())))
 
 
-@pytest.mark.parametrize(("tile", "adds"), [(16, ["straight", "any"]), (64, ["straight"])])
+@pytest.mark.parametrize(("tile", "adds"), [(16, ["red", "atomic_add"]), (64, ["red"])])
 def test_elements_that_several_threads_hold_are_added_once(tile: int, adds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of 16 x 16 is held four times by 128 threads: there, Triton's own atomics have to do."""
     import triton
@@ -151,7 +155,7 @@ def test_elements_that_several_threads_hold_are_added_once(tile: int, adds: list
     from tilewise.engines.gpu import compiler
     from tilewise.engines.gpu.config import Config
     from tilewise.engines.gpu.launch import request_of
-    from tilewise.engines.triton import aot, run
+    from tilewise.engines.triton import aot, config
     from tilewise.tools.build import _problem
 
     made: list[str] = []
@@ -159,14 +163,14 @@ def test_elements_that_several_threads_hold_are_added_once(tile: int, adds: list
 
     def watched(*arguments: object, **options: object) -> object:
         kernel = compile_(*arguments, **options)
-        made.append("straight" if compiler.STRAIGHT in kernel.asm["ptx"] else "any" if "atom.global" in kernel.asm["ptx"] else "nothing")
+        made.append("red" if compiler.RED_ADD in kernel.asm["ptx"] else "atomic_add" if "atom.global" in kernel.asm["ptx"] else "nothing")
         return kernel
 
     monkeypatch.setattr(triton, "compile", watched)
-    for module in (run, aot):
-        monkeypatch.setattr(module, "choose", lambda kernel, p: Config(tile, tile, 4, 2))
+    monkeypatch.setattr(config, "table_config", lambda role, p: Config(tile, tile, 4, 2))
     problem = _problem(masks.causal, None, 16, torch.bfloat16, 4096)
-    compiler.compiled(request_of(aot.backward_launches(problem, frozenset())[1]()[0], 90))
+    launch = aot.backward_launches(problem, frozenset())[1]()[0]
+    compiler.compiled(request_of(launch, 90), launch.table())
     assert made == adds
 
 
@@ -181,7 +185,7 @@ def test_mistakes_say_what_to_do() -> None:
 
 def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def fail(request: object) -> dict[str, bytes]:
+    def fail(*arguments: object) -> dict[str, bytes]:
         raise RuntimeError("ptxas fell over")
 
     from tilewise.engines.gpu import compiler

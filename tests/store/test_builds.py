@@ -198,39 +198,45 @@ def problem(layout: str = "bhsd", mask: object = None, dim: int = 64, score: obj
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name: a forward and a backward in which no kernel really starts, and the same problem without its data."""
-    from tilewise.engines.gpu.launch import Launch, key_of, request_of
-    from tilewise.engines.triton import aot, background_build, run
+    from tilewise.engines.gpu import background_build
+    from tilewise.engines.gpu.kernel_cache import store_key
+    from tilewise.engines.gpu.launch import Launch, request_of
+    from tilewise.engines.gpu.plan import GpuPlan
+    from tilewise.engines.triton import aot, fitting, run
 
     started: list[str] = []
 
     class Nothing:
-        def start(self, own: dict[str, object]) -> None: ...
+        device = None
+
+        def launch(self, tensors: list[object]) -> None: ...
 
     def prepare(launch: Launch, device: torch.device) -> Nothing:
-        started.append(key_of(request_of(launch, 90)))
+        started.append(store_key(request_of(launch, 90)))
         return Nothing()
 
-    monkeypatch.setattr(run, "prepare", prepare)
+    for module in (run, fitting):
+        monkeypatch.setattr(module, "prepare", prepare)
     p = problem(layout, score=scores.relative_bias(torch.zeros(4, 511, requires_grad=True)), deterministic=deterministic)
-    wanted = background_build.wanted_of(p)
+    wanted = background_build.wanted_gradients(p)
     assert wanted == frozenset({0})
     with torch.no_grad():
-        output = run.forward(p)
-        run.backward(p, output, torch.empty_like(output.out), None, wanted)
+        output = run.forward(p, GpuPlan(p))
+        run.backward(p, GpuPlan(p), output, torch.empty_like(output.out), None, wanted)
     data_free = background_build.on_meta(p)
     launches = aot.forward_launches(data_free) + aot.backward_launches(data_free, wanted)
-    assert [key_of(request_of(launches()[0], 90)) for launches in launches] == started
+    assert [store_key(request_of(launches()[0], 90)) for launches in launches] == started
 
 
 @needs_triton
 def test_without_gradients_no_backward_is_built() -> None:
-    from tilewise.engines.triton import background_build
+    from tilewise.engines.gpu import background_build
 
     plain = problem()
     plain = plain.with_tensors(query=plain.query.detach(), key=plain.key.detach(), value=plain.value.detach())
-    assert background_build.wanted_of(plain) is None
+    assert background_build.wanted_gradients(plain) is None
     with torch.inference_mode():
-        assert background_build.wanted_of(problem()) is None
+        assert background_build.wanted_gradients(problem()) is None
 
 
 @needs_triton
@@ -238,13 +244,15 @@ def test_without_gradients_no_backward_is_built() -> None:
 def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the compiler is real; nothing is stored."""
     from tilewise.core import store
-    from tilewise.engines.gpu.launch import Request, load_or_build, request_of
+    from tilewise.engines.gpu import background_build
+    from tilewise.engines.gpu.kernel_cache import KernelRequest, load_or_build
+    from tilewise.engines.gpu.launch import request_of
     from tilewise.engines.registry import engine_named
-    from tilewise.engines.triton import background_build
+    from tilewise.engines.triton import aot
 
     built: list[str] = []
 
-    def compiled(request: Request) -> dict[str, bytes]:
+    def compiled(request: KernelRequest, table: object) -> dict[str, bytes]:
         built.append(request.kernel)
         return {"facts": b'{"shared": 0}', "cubin": b""}
 
@@ -255,13 +263,13 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
     monkeypatch.setattr(store, "read", lambda key: None)
     monkeypatch.setattr(background_build, "architecture", lambda device: 90)
     p = problem(mask=masks.causal)
-    soon_of = engine_named(engine).background_builds()
-    launch = background_build.ahead.map_launches(background_build.on_meta(p))[0]()[0]
-    with on_first_build(lambda: soon_of.forward(p)):
-        load_or_build(request_of(launch, 90))
+    builds_of = engine_named(engine).background_builds()
+    launch = aot.map_launches(background_build.on_meta(p))[0]()[0]
+    with on_first_build(lambda: builds_of.forward(p)):
+        load_or_build(request_of(launch, 90), launch.table)
     wait_for(lambda: not build_queue._process.threads)
-    hopper = {"hopper_forward", "mend_forward", "prepare_backward", "hopper_backward", "finish_backward", "cut_stencils"}
-    follow = {"triton": {"forward", "deltas", "gradients", "bring"}, "gluon": hopper}
+    hopper = {"hopper_fwd", "hopper_fwd_fixup", "hopper_bwd_preprocess", "hopper_bwd", "hopper_bwd_postprocess", "pack_mask_bits"}
+    follow = {"triton": {"fwd", "bwd_preprocess", "bwd", "dq_postprocess"}, "gluon": hopper}
     assert set(built) == {"classify"} | follow[engine]
 
 
@@ -269,13 +277,13 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
 def test_kernels_are_compiled_at_the_same_time_and_warnings_stay_as_they_were() -> None:
     import warnings
 
-    from tilewise.engines.gpu import compiler
+    from tilewise.engines.gpu import background_build, compiler
     from tilewise.engines.gpu.launch import request_of
-    from tilewise.engines.triton import aot, background_build
+    from tilewise.engines.triton import aot
 
     p = background_build.on_meta(problem(mask=lambda b, h, q, kv: q * 5 >= kv * 3, dim=32))
-    requests = [request_of(make()[0], 90) for make in aot.forward_launches(p) + aot.backward_launches(p, frozenset())]
+    launches = [make()[0] for make in aot.forward_launches(p) + aot.backward_launches(p, frozenset())]
     before = list(warnings.filters)
     with ThreadPoolExecutor(4) as pool:
-        assert all(parts["cubin"] for parts in pool.map(compiler.compiled, requests))
+        assert all(files["cubin"] for files in pool.map(lambda launch: compiler.compiled(request_of(launch, 90), launch.table()), launches))
     assert list(warnings.filters) == before

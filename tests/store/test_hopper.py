@@ -108,7 +108,7 @@ def test_masks_share_the_large_kernels() -> None:
         return {request_of(make()[0], 90) for make in aot.forward_launches(p) + aot.backward_launches(p)}
 
     shared = {request.kernel for request in requests(masks.causal) & requests(lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3)}
-    assert shared == {"hopper_forward", "prepare_backward", "hopper_backward"}
+    assert shared == {"hopper_fwd", "hopper_bwd_preprocess", "hopper_bwd"}
 
 
 def test_a_table_of_distances_costs_loads_alone() -> None:

@@ -264,13 +264,13 @@ def test_from_many_threads() -> None:
         for done in [pool.submit(work, n) for n in range(8)]:
             done.result()
     assert maps.built - before <= 8 * 10 * 2 + 8
-    assert len(maps._maps) <= map_cache.CACHED_MAPS
+    assert len(maps._maps) <= map_cache.MAX_MAPS
     assert built_during(lambda: attend(shared)) == 0
 
 
 def test_everything_is_forgotten_when_what_was_made_for_maps_grows_large() -> None:
     cache, told = MapCache(8), []
-    cache.also.append(lambda: told.append(True))
+    cache.on_clear.append(lambda: told.append(True))
     cache.weigh(2**29)
     assert not told
     cache.weigh(2**29 + 1)

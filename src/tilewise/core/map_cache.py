@@ -20,6 +20,11 @@ MAX_MAPS = 64
 MAX_BYTES = 2**30
 
 
+def exact(floats: tuple[float, ...]) -> tuple[float | str, ...]:
+    """Floats as part of a key: 0.0 equals -0.0, but 1 / 0.0 does not equal 1 / -0.0."""
+    return tuple([f if f != 0.0 else repr(f) for f in floats])
+
+
 def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """What the contents of tensors are known by; None if their changes leave no trace (inference tensors have no version).
 
@@ -54,14 +59,14 @@ class MapCache:
         contents = contents_key(call.captures)
         if contents is None:
             return self._build(call, geometry, device, look)
-        key = (call.program.text, call.ints, call.floats, contents, geometry, device)
+        key = (call.program.text, call.ints, exact(call.floats), contents, geometry, device)
         return self._get(key, call.captures, call, False, lambda: self._build(call, geometry, device, look))
 
     def cut(self, given: TileMap, tile: tuple[int, int]) -> TileMap:
         """A map given as bare tiles, cut smaller; known by the tensors it is made of."""
         if tile == given.tile:
             return given
-        tensors = tuple(getattr(runs, field) for runs in (given.partial, given.full) for field in ("offsets", "start", "count"))
+        tensors = given.tensors
         contents = contents_key(tensors)
         if contents is None:
             return _recut(given, tile)

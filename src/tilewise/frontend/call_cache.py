@@ -148,7 +148,7 @@ def _look(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
     kind = type(value)
     parts.append(kind)
     if kind in VALUES:
-        parts.append(value)
+        parts.append(repr(value) if kind is float and value == 0.0 else value)  # 0.0 == -0.0
         return True
     if kind is FunctionType:
         return depth > 0 and _look_at_function(value, parts, held, depth - 1)

@@ -49,6 +49,11 @@ class TileMap:
     # -- what it covers ----------------------------------------------------------------------------------------------
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those the tiles are written in."""
+        return tuple([getattr(runs, field) for runs in (self.partial, self.full) for field in ("offsets", "start", "count")])
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, query length, key length); batch and heads are 1 where the mask does not depend on them."""
         g = self.geometry

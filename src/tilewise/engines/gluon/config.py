@@ -1,6 +1,6 @@
-"""Tile sizes, stages and register budgets of the Hopper kernels, by head dim. Measured on an H200; docs/kernels/hopper.md tells the story.
+"""Tile sizes, stages and register budgets of the Hopper kernels, by head dim. Chosen by measurements on an H200 (docs/kernels/hopper.md).
 
-The dataclasses are constants of the kernels. Nothing here needs Triton.
+A config is a constexpr of its kernel. Nothing here needs Triton.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ ROWS = 64  # query rows of a warpgroup
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    d: int  # head dims in shared memory, zeros past the tensors' own
-    dv: int
+    d: int  # head dim of Q and K in shared memory, padded with zeros
+    dv: int  # head dim of V
     block_n: int  # keys of a step
-    warpgroups: int  # consumers: a query tile has 64 rows for each
+    warpgroups: int  # consumer warpgroups: a query tile has 64 rows for each
     k_stages: int
-    v_stages: int  # three and more: V is awaited a step ahead, under the softmax
-    ping_pong: bool  # consumers take turns at issuing products
-    own_o_buffer: bool  # O leaves through its own shared memory, so that the next Q can load at once
+    v_stages: int  # with three or more, V is awaited after the softmax that precedes P V, and the next K while the products run
+    ping_pong: bool  # consumer warpgroups take turns at issuing wgmma
+    own_o_buffer: bool  # O is staged in shared memory of its own, not in Q's: the next Q can load during the epilogue
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -30,28 +30,28 @@ class ForwardConfig:
 
     @property
     def q_free(self) -> int:
-        """The named barrier by which Q is released."""
+        """The named barrier that releases Q's buffer."""
         return FWD_Q_FREE[self.warpgroups]
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's and of the producer's threads."""
+        """Per thread, of a consumer and of the producer."""
         return (240, 24) if self.warpgroups == 2 else (160, 32)
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    d: int  # head dim in shared memory, of keys and values alike: 64, 128 or 256
-    stages: int  # query tiles in flight
+    d: int  # head dim in shared memory, the same for Q, K and V: 64, 128 or 256
+    stages: int  # of Q and dO
 
     @property
     def is_wide(self) -> bool:
-        """A warpgroup has dV or dK of all keys of a program, instead of both of half of them."""
+        """Whether backward_wide.py is used: a warpgroup accumulates dV or dK of all keys of a program, instead of both of half of them."""
         return self.d > 128
 
     @property
     def block_m(self) -> int:
-        """Queries of a step. A warpgroup computes half of dQ's rows (D = 64), or half of its columns."""
+        """Queries of a step. A warpgroup computes half of the rows of their dQ (D = 64), or half of the columns."""
         return 128 if self.d == 64 else 64
 
     @property
@@ -65,17 +65,17 @@ class BackwardConfig:
 
     @property
     def dq_columns(self) -> int:
-        """Of dQ that a warpgroup computes: 64 of its rows at a time."""
+        """Columns of dQ that a warpgroup computes in a step, for 64 queries."""
         return 128 if self.is_wide else 64
 
     @property
     def release_threads(self) -> int:
-        """Threads that release a stage of queries: the store warp's if dQ leaves through it, otherwise the consumers'."""
+        """Threads that release a stage of Q and dO: those of the store warp if dQ is staged in it, otherwise those of the consumers."""
         return 32 if self.is_wide else 256
 
 
 def smem_dim(size: int) -> int:
-    """The head dim in shared memory, where TMA writes zeros past the tensor's own."""
+    """The head dim in shared memory, where TMA pads the tensor's own with zeros."""
     return max(64, 1 << (size - 1).bit_length())
 
 
@@ -87,7 +87,7 @@ def forward_config(p: Problem) -> ForwardConfig:
 @lru_cache(maxsize=64)
 def _forward_config(d: int, dv: int, given: bool, patched: bool) -> ForwardConfig:
     widest = max(d, dv)
-    if patched:  # smaller tiles leave out more
+    if patched:  # smaller tiles skip more of the keys outside of neighborhoods
         return ForwardConfig(d, dv, block_n=64, warpgroups=2, k_stages=4, v_stages=4, ping_pong=True, own_o_buffer=True)
     if widest == 64 and not given:
         return ForwardConfig(d, dv, block_n=128, warpgroups=3, k_stages=3, v_stages=3, ping_pong=True, own_o_buffer=True)

@@ -98,7 +98,9 @@ def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Work
     }
 
 
-def bwd_postprocess_tensors(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, ...], work: Workspace) -> PostprocessTensors:
+def bwd_postprocess_tensors(
+    p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], work: Workspace
+) -> PostprocessTensors:
     dq, dk, dv = grads
     return PostprocessTensors(p.query, p.key, p.value, grad_out, lse, delta, dq, dk, dv, work.dq_sums, work.nonfinite, seed_of(p))
 

@@ -1,25 +1,26 @@
-"""Hardware named barriers (bar.sync, bar.arrive) of the Hopper kernels, in one table: a thread block has 16, of which Triton itself uses 0 to 4.
+"""Hardware named barriers (bar.sync, bar.arrive) of the Hopper kernels, in one table. A thread block has 16; Triton itself uses 0 to 4.
 
-A barrier is complete when all its threads have arrived or synced; who only arrives does not wait. Consumers release stages this way: an
-mbarrier's arrive costs a whole bar.sync of the warpgroup.
+A barrier completes when all its threads have arrived or synced; threads that only arrive do not wait. Consumers release stages by named
+barriers and not by mbarriers, because Triton puts a bar.sync of the whole warpgroup before an mbarrier's arrive.
 """
 
-COUNT, OURS = 16, 5  # barriers of a thread block; the first that Triton leaves alone
+COUNT, OURS = 16, 5  # barriers of a thread block; the first one that Triton does not use
+WARP, WARPGROUP = 32, 128  # threads
 
-# Forward. A warpgroup's turn to issue products; stages of K and V released by the consumers; Q released, by a barrier that the others leave.
-FWD_TURN = 5  # + warpgroup
-FWD_K_FREE = 8  # + stage
-FWD_V_FREE = 12  # + stage
-FWD_Q_FREE = {2: 7, 3: 11}  # by consumer warpgroups: with three of them there are three stages of K at most
+# Forward. The consumers arrive on the *_FREE barriers and the producer warp syncs.
+FWD_TURN = 5  # + warpgroup: ping-pong, its turn to issue wgmma; the warpgroup before it arrives, it syncs itself
+FWD_K_FREE = 8  # + stage: K's stage is released
+FWD_V_FREE = 12  # + stage: V's stage is released
+FWD_Q_FREE = {2: 7, 3: 11}  # by number of consumer warpgroups; Q's buffer is released. 11 is free with three of them: K then has at most three stages
 
 # Backward, head dims up to 128.
-BWD_STAGE_FREE = 8  # + stage: who is done with it last arrives (the 256 consumer threads), the load warp syncs
-BWD_DQ_STAGED = 10  # + warpgroup: 128 threads arrive, the store warp syncs
-BWD_DQ_SENT = 12  # + warpgroup: the store warp arrives, 128 threads sync
+BWD_STAGE_FREE = 8  # + stage of Q and dO: the 256 consumer threads arrive, the load warp syncs
+BWD_DQ_STAGED = 10  # + warpgroup: its 128 threads arrive, the store warp syncs
+BWD_DQ_SENT = 12  # + warpgroup: the store warp arrives, its 128 threads sync
 BWD_LOOP_DONE = 14  # the 256 consumer threads sync
-BWD_DS_READY = 15  # so they do
+BWD_DS_READY = 15  # the 256 consumer threads sync
 
-# Backward, wider heads. Its stages are released as above.
+# Backward, head dims above 128. BWD_STAGE_FREE is used here too, but it is the store warp that arrives.
 WIDE_WARPGROUP = 5  # + warpgroup: its 128 threads sync
 WIDE_DQ_STAGED = 10  # + 2 * warpgroup + stage: its 128 threads arrive, the store warp syncs
 WIDE_P_READY = 14  # the second warpgroup arrives, the first syncs

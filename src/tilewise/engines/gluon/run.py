@@ -15,8 +15,9 @@ from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks
 from tilewise.engines.gpu.driver import current_stream, is_capturing
 from tilewise.engines.gpu.launch import prepare
-from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, layout_key
+from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
 from tilewise.engines.triton import run as triton_run
+from tilewise.engines.triton.run import BackwardTensors
 
 _counters: dict[tuple[int, int], Tensor] = {}
 
@@ -73,31 +74,28 @@ def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_l
     axis, count = chunking(p, backward_config(p).d)
     work = Workspace(p, count)
     for chunk, tensors in chunks(p, axis, count, output.out, output.lse, grad_out, dlse, work.delta, work.dq, work.dk, work.dv):
-        run_backward(chunk, plan, work, *tensors)
+        run_backward(chunk, plan, work, BackwardTensors(*tensors))
     return Gradients(work.dq, work.dk, work.dv, sinks_gradient(p, output, work.delta))
 
 
-def run_backward(
-    p: Problem, plan: GpuPlan, work: Workspace, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, *grads: Tensor
-) -> None:
+def run_backward(p: Problem, plan: GpuPlan, work: Workspace, t: BackwardTensors) -> None:
     """One chunk: dQ, dK, dV and delta into their tensors."""
-    name = ("hopper backward", p.batch, p.heads, layout_key((p.query, p.key, p.value, out, lse, grad_out)), dlse is None)
-    ready = plan.prepared(name, p, lambda: Backward(p, work, out, lse, grad_out, dlse, delta, *grads))
-    ready.run(p, work, out, lse, grad_out, dlse, delta, *grads)
+    name = ("hopper backward", backward_key(p, t.out, t.lse, t.grad_out, t.dlse))
+    plan.prepared(name, p, lambda: Backward(p, work, t)).run(p, work, t)
 
 
 class Backward:
     """Three launches: delta, lse and cleared sums of dQ; dK, dV and the sums; dQ from its sums, and again what was found not finite."""
 
-    def __init__(self, p: Problem, work: Workspace, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, *grads: Tensor) -> None:
-        before = launches.bwd_preprocess_tensors(out, lse, grad_out, dlse, delta, work)
-        after = launches.bwd_postprocess_tensors(p, lse, grad_out, delta, grads, work)
+    def __init__(self, p: Problem, work: Workspace, t: BackwardTensors) -> None:
+        before = launches.bwd_preprocess_tensors(t.out, t.lse, t.grad_out, t.dlse, t.delta, work)
+        after = launches.bwd_postprocess_tensors(p, t.lse, t.grad_out, t.delta, (t.dq, t.dk, t.dv), work)
         self._preprocess = prepare(launches.bwd_preprocess_launch(p, before), p.device)
-        self._bwd = prepare(launches.bwd_launch(p, launches.bwd_tensors(p, grad_out, *grads[1:], work)), p.device)
+        self._bwd = prepare(launches.bwd_launch(p, launches.bwd_tensors(p, t.grad_out, t.dk, t.dv, work)), p.device)
         self._postprocess = prepare(launches.bwd_postprocess_launch(p, after), p.device)
 
-    def run(self, p: Problem, work: Workspace, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, *grads: Tensor) -> None:
-        seed, inputs = seed_of(p), (p.query, p.key, p.value, grad_out)
-        self._preprocess.launch([out, grad_out, lse, dlse, work.lse_padded, work.delta_padded, delta, work.dq_sums])
-        self._bwd.launch([*inputs, *grads[1:], work.dq_sums, work.lse_padded, work.delta_padded, work.nonfinite, seed])
-        self._postprocess.launch([*inputs, lse, delta, *grads, work.dq_sums, work.nonfinite, seed])
+    def run(self, p: Problem, work: Workspace, t: BackwardTensors) -> None:
+        seed, inputs = seed_of(p), (p.query, p.key, p.value, t.grad_out)
+        self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, work.lse_padded, work.delta_padded, t.delta, work.dq_sums])
+        self._bwd.launch([*inputs, t.dk, t.dv, work.dq_sums, work.lse_padded, work.delta_padded, work.nonfinite, seed])
+        self._postprocess.launch([*inputs, t.lse, t.delta, t.dq, t.dk, t.dv, work.dq_sums, work.nonfinite, seed])

@@ -63,8 +63,9 @@ class PreparedLaunch:
         self._kernel = kernel
         self._programs = launch.programs
         tensors = flat(launch.tensors)
-        self._tma = sum([type(t) is TmaTensor for t in launch.tensors.values()])
-        self._image = kernel.image(tensors[: self._tma], [t.data_ptr() for t in tensors[self._tma :] if t is not None], static_values)
+        tma_tensors = [t.tensor for t in launch.tensors.values() if type(t) is TmaTensor]
+        self._tma = len(tma_tensors)
+        self._image = kernel.image(tma_tensors, [t.data_ptr() for t in tensors[self._tma :] if t is not None], static_values)
         self.device = device
         self._schedule = schedule_tensors(launch.static_args)  # packed by address: kept alive
         self._streams: set[int] = set()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
 from tilewise.engines.codegen import Extents, Layout
 from tilewise.engines.gpu.config import LOG2E
@@ -71,13 +72,13 @@ def _inner(p: Problem) -> tuple[float, BoundProgram | None, float]:
     they are written: every rounding counts there."""
     if p.score is None or p.dtype == torch.float32:
         return 1.0, p.score, 1.0
-    known = _factored(p.score.program.text, p.score.ints, p.score.floats)
+    known = _factored(p.score.program.text, p.score.ints, exact(p.score.floats))
     return known.factor, replace(known.call, captures=p.score.captures), known.gain
 
 
 @lru_cache(maxsize=MAX_FUNCTIONS)
-def _factored(text: str, ints: tuple[int, ...], floats: tuple[float, ...]) -> Factored:
-    return factored(BoundProgram(parse(text), (), ints, floats))
+def _factored(text: str, ints: tuple[int, ...], floats: tuple[float | str, ...]) -> Factored:
+    return factored(BoundProgram(parse(text), (), ints, tuple([float(f) for f in floats])))
 
 
 def _overall_scale(p: Problem) -> float:

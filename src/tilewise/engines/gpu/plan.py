@@ -27,11 +27,17 @@ FORWARD = "forward"
 Pass = TypeVar("Pass")
 
 
+def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
+    """The tensors whose contents decide which tiles are computed."""
+    captures = () if p.mask is None else p.mask.captures
+    return captures if p.tiles is None or not p.tiles.given else (*captures, *p.tiles.tensors)
+
+
 class GpuPlan(Plan):
     """Passes by what their launches depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
-    A pass is prepared again when the contents of a tensor that the mask loads from have changed, because its launches hold the addresses of a tile
-    schedule made from them, and when tuning may have found a better configuration. Nothing else can change under an equal call key.
+    A pass is prepared again when the contents of a tensor that the mask loads from, or of a given tile map, have changed, because its launches hold the
+    addresses of a tile schedule made from them, and when tuning may have found a better configuration. Nothing else can change under an equal call key.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -40,7 +46,7 @@ class GpuPlan(Plan):
 
     def prepared(self, name: Hashable, problem: Problem, make: Callable[[], Pass]) -> Pass:
         """The pass of this name, prepared now or for an earlier call."""
-        contents = contents_key(() if problem.mask is None else problem.mask.captures)
+        contents = contents_key(schedule_sources(problem))
         state = contents, tuning.state()
         found = self._passes.get(name)
         if found is None or found[1] != state or contents is None:
@@ -61,6 +67,15 @@ class GpuPlan(Plan):
         return forward.run(query, key, value, None, None)
 
 
-def layout_key(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What launches depend on of where tensors lie. Saved ones may come back elsewhere and otherwise laid out than they went: offloading does that."""
-    return tuple([(t.stride(), t.data_ptr() % 16) for t in tensors])
+def backward_key(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
+    """What the launches of a backward depend on beyond the call's key, because saved tensors may come back elsewhere and otherwise laid out than they
+    went (offloading does that), and the gradient of the output is anybody's: strides and alignment of every tensor, the addresses of the score's captures,
+    which are packed once, and the size of a chunk."""
+    saved = (p.query, p.key, p.value, out, lse, grad_out)
+    captures = () if p.score is None else p.score.captures
+    return (
+        p.query.shape[:2],
+        tuple([(t.stride(), t.data_ptr() % 16) for t in saved]),
+        None if dlse is None else dlse.data_ptr() % 16,
+        tuple([(t.data_ptr(), t.stride()) for t in captures]),
+    )

@@ -45,9 +45,9 @@ class TritonEngine(GpuEngine):
         return None
 
     def tile(self, problem: Problem) -> tuple[int, int]:
-        from tilewise.engines.triton.config import choose
+        from tilewise.engines.triton.config import table_config
 
-        config = choose("sparse", problem)
+        config = table_config("sparse", problem)
         return config.m, config.n
 
     def kernels(self) -> Any:

@@ -7,6 +7,7 @@ from tilewise.engines.base import like_query
 from tilewise.engines.gpu.aot import Candidates, step_down
 from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.launch import Launch
 from tilewise.engines.gpu.tile_classifier import BLOCK, classify_launch
 from tilewise.engines.triton import fixed_point, launches, run
 from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, table_config, table_configs
@@ -41,7 +42,7 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Candidates]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (p.query, p.key, p.value))
     tensors = launches.bwd_tensors(p, out, rows, rows, shift, (dq, dk, dv), seed)
 
-    def preprocess() -> list[launches.Launch]:
+    def preprocess() -> list[Launch]:
         return [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, out, rows, None, rows, shift))]
 
     def bwd(capture_grads: tuple[torch.Tensor, ...]) -> Candidates:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from tilewise.engines.gpu.decoding import is_decoding
 from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.gpu.limits import MAX_TILE_SPAN, tile_span
 from tilewise.engines.gpu.mods import gain_of
-from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, layout_key
+from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.triton import fixed_point, launches
 from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SPARSE, table_config
@@ -92,38 +92,47 @@ def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_l
         p, plan = p.with_tensors(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
     if tile_span(grad_out) >= MAX_TILE_SPAN:
         grad_out = grad_out.contiguous()
-    grads = tuple([torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value)])
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
     delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     captured: dict[int, Tensor] = {}
     if p.query.numel() and p.key.numel():
         dlse = None if grad_lse is None else grad_lse.float().contiguous()
         axis, count = chunking(p, padded_dim(p.head_dim)) if adds_dq_atomically(p, wanted) else (0, 1)
-        for chunk, tensors in chunks(p, axis, count, output.out, output.lse, grad_out, dlse, delta, *grads):
-            captured = run_backward(chunk, plan, wanted, *tensors)
+        for chunk, tensors in chunks(p, axis, count, output.out, output.lse, grad_out, dlse, delta, dq, dk, dv):
+            captured = run_backward(chunk, plan, wanted, BackwardTensors(*tensors))
     else:
         captured = {k: torch.zeros_like(p.score.captures[k]) for k in wanted} if p.score is not None else {}
         delta = delta.zero_() if grad_lse is None else -grad_lse
-        for t in grads:
+        for t in (dq, dk, dv):
             t.zero_()
-    return Gradients(*grads, sinks_gradient(p, output, delta), captured)
+    return Gradients(dq, dk, dv, sinks_gradient(p, output, delta), captured)
 
 
-def run_backward(
-    p: Problem, plan: GpuPlan, wanted: frozenset[int], out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, *grads: Tensor
-) -> dict[int, Tensor]:
+class BackwardTensors(NamedTuple):
+    """What a backward, or a chunk of one, is given beside the problem, and what it fills: delta and the gradients."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    dlse: Tensor | None
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def run_backward(p: Problem, plan: GpuPlan, wanted: frozenset[int], t: BackwardTensors) -> dict[int, Tensor]:
     """One chunk: dQ, dK, dV and delta into their tensors; the gradients of the wanted captures by slot."""
-    name = ("backward", p.batch, p.heads, layout_key((p.query, p.key, p.value, out, lse, grad_out)), dlse is None, wanted)
-    tensors = (out, lse, grad_out, dlse, delta, *grads)
-    ready = plan.prepared(name, p, lambda: _prepared_backward(p, wanted, *tensors))
-    return ready.run(p, *tensors)
+    name = ("backward", backward_key(p, t.out, t.lse, t.grad_out, t.dlse), wanted)
+    return plan.prepared(name, p, lambda: _prepared_backward(p, wanted, t)).run(p, t)
 
 
-def _prepared_backward(p: Problem, wanted: frozenset[int], *tensors: Any) -> "BackwardPass":
+def _prepared_backward(p: Problem, wanted: frozenset[int], t: BackwardTensors) -> "BackwardPass":
     if adds_dq_atomically(p, wanted):
-        return AtomicDqBackward(p, *tensors)
+        return AtomicDqBackward(p, wanted, t)
     if not wanted:
-        return Backward(p, *tensors)
-    return FixedPointBackward(p, wanted, *tensors) if p.deterministic else CapturesBackward(p, wanted, *tensors)
+        return Backward(p, wanted, t)
+    return FixedPointBackward(p, wanted, t) if p.deterministic else CapturesBackward(p, wanted, t)
 
 
 def adds_dq_atomically(p: Problem, wanted: frozenset[int]) -> bool:
@@ -135,19 +144,20 @@ def adds_dq_atomically(p: Problem, wanted: frozenset[int]) -> bool:
 class BackwardPass(ABC):
     """delta (`bwd_preprocess`), then the gradients, which are made in one of four ways."""
 
-    def __init__(self, p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, *grads: Tensor) -> None:
+    def __init__(self, p: Problem, wanted: frozenset[int], t: BackwardTensors) -> None:
+        self._wanted = wanted
         shift = shift_terms(p)
-        tensors = launches.bwd_preprocess_tensors(out, grad_out, lse, dlse, delta, shift)
+        tensors = launches.bwd_preprocess_tensors(t.out, t.grad_out, t.lse, t.dlse, t.delta, shift)
         self._preprocess = prepare(launches.bwd_preprocess_launch(p, tensors), p.device)
-        self._prepare(p, launches.bwd_tensors(p, grad_out, lse, delta, shift, grads, seed_of(p)))
+        self._prepare(p, launches.bwd_tensors(p, t.grad_out, t.lse, t.delta, shift, (t.dq, t.dk, t.dv), seed_of(p)))
 
     @abstractmethod
     def _prepare(self, p: Problem, tensors: BwdTensors) -> None: ...
 
-    def run(self, p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, *grads: Tensor) -> dict[int, Tensor]:
+    def run(self, p: Problem, t: BackwardTensors) -> dict[int, Tensor]:
         shift = shift_terms(p)
-        self._preprocess.launch([out, grad_out, lse, dlse, delta, shift])
-        return self._launch(p, [p.query, p.key, p.value, grad_out, lse, delta, shift, *grads, seed_of(p)])
+        self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, t.delta, shift])
+        return self._launch(p, [p.query, p.key, p.value, t.grad_out, t.lse, t.delta, shift, t.dq, t.dk, t.dv, seed_of(p)])
 
     @abstractmethod
     def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
@@ -189,10 +199,6 @@ class AtomicDqBackward(BackwardPass):
 class CapturesBackward(BackwardPass):
     """Programs of query tiles also add the shares of the captures' gradients atomically, in any order."""
 
-    def __init__(self, p: Problem, wanted: frozenset[int], *tensors: Any) -> None:
-        self._wanted = wanted
-        super().__init__(p, *tensors)
-
     def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         given = tensors._replace(capture_grads=self._sums(p))
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, given, self._wanted, *configs))
@@ -208,10 +214,6 @@ class CapturesBackward(BackwardPass):
 
 class FixedPointBackward(BackwardPass):
     """Shares of the captures' gradients are measured first, then added as integers: the same every time (fixed_point.py)."""
-
-    def __init__(self, p: Problem, wanted: frozenset[int], *tensors: Any) -> None:
-        self._wanted = wanted
-        super().__init__(p, *tensors)
 
     def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         gauges = fixed_point.gauges(p, self._wanted)
