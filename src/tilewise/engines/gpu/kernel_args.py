@@ -1,11 +1,11 @@
 """The arguments of plain Triton kernels, grouped.
 
-A kernel takes `tensors` (those of the call), `args` (everything that calls with this plan share), its generated functions, and `C`, a frozen
+A kernel takes `tensors` (those of the call), `args` (what all calls like it share), its generated functions, and `C`, a frozen
 dataclass of compile-time constants. `tensors` and `args` are NamedTuples: kernels read `args.shape.n_kv`. Triton flattens them into parameters
 in the order of their fields. Nothing here needs Triton.
 
-Two rules for kernel code, because an assignment in Triton turns the constants inside a tuple into tensors (and fails on None before Triton 3.6):
-tuples of pointers or strides are read field by field, never assigned or unpacked; and a field of C becomes a constant by `M: tl.constexpr = C.value.m`.
+Two rules for kernel code. A tuple that may hold None or strides is read field by field, never assigned or unpacked, because an assignment in Triton
+turns the constants inside a tuple into tensors (and fails on None in Triton 3.3). A field of C becomes a constant by `M: tl.constexpr = C.value.m`.
 """
 
 from dataclasses import dataclass

@@ -67,8 +67,8 @@ def unpermuted(row, grid_width, PATCHED: tl.constexpr):
 def bwd_postprocess(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, C: tl.constexpr):
     """A program turns the sums of one query tile into dQ, or checks one key tile. What is not finite is recomputed row by row.
 
-    The sums lie in the fragment order of the Hopper backward (`dq_sum_block`); the Hopper backward itself only marks key tiles with a non-finite dK or
-    dV (`nonfinite`), because it has no registers to recompute them. Most programs of key tiles end at once.
+    The sums lie in the fragment order of the Hopper backward (`dq_sum_block`). That kernel only marks key tiles with a non-finite dK or dV (`nonfinite`):
+    to recompute them takes the mask function, which it does not have (see mask_bits.py). Most programs of key tiles end at once.
     """
     DQ: tl.constexpr = C.value.dq
     DKDV: tl.constexpr = C.value.dkdv

@@ -10,7 +10,8 @@ from tilewise.engines.gpu.kernels.nonfinite_rows import fwd_rows
 def fwd_fixup(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
     """One program per query tile. The forward marks such a tile by an lse of NaN in one of its rows; then all of them are recomputed.
 
-    This is a kernel of its own so that the Hopper forward needs no registers for it; where nothing is wrong, it only reads lse.
+    This is a kernel of its own because it needs the mask function, which the Hopper forward does not have (see mask_bits.py), and registers that the
+    Hopper forward cannot spare. Where nothing is wrong, it only reads lse.
     """
     M: tl.constexpr = C.value.m
     ROWS: tl.constexpr = C.value.rows

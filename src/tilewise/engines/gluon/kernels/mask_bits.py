@@ -12,8 +12,8 @@ import triton.language as tl
 def pack_mask_bits(p_bits, tiles, p_first, geometry, mask, MASK: tl.constexpr, C: tl.constexpr):
     """The bits of all masked tiles of one row of the tile map, a block of [m, 4] words for each.
 
-    A program packs ROWS_PER_PROGRAM rows of every block: few enough for its registers, and enough programs to fill the GPU. `tiles` are a
-    schedule's tensors, p_first has the number of each row's first block.
+    A program packs ROWS_PER_PROGRAM rows of every block, so that it holds only [ROWS_PER_PROGRAM, COLUMNS] elements at a time. Blocks are numbered in the
+    order in which the Hopper kernels visit them. `tiles` are a schedule's tensors, p_first has the number of each row's first block.
     """
     ROWS_PER_PROGRAM: tl.constexpr = C.value.rows_per_program
     COLUMNS: tl.constexpr = C.value.columns
