@@ -33,8 +33,11 @@ def decode_split(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.c
     i_h = (i_hk * ratio + row // n_q)[:, None]
     i_q = (row % n_q)[:, None]
     o_d = tl.arange(0, D)
-    p_q = tensors.q + i_b * args.strides.q[0] + i_h * args.strides.q[1] + i_q * args.strides.q[2] + o_d[None, :] * args.strides.q[3]
-    b_q = tl.load(p_q, mask=o_d[None, :] < D_TRUE, other=0.0)  # [M, D]
+    b_q = tl.load(
+        tensors.q + i_b * args.strides.q[0] + i_h * args.strides.q[1] + i_q * args.strides.q[2] + o_d[None, :] * args.strides.q[3],
+        mask=o_d[None, :] < D_TRUE,
+        other=0.0,
+    )  # [M, D]
     if C.value.upcast:
         b_q = b_q.to(tl.float32)
     p_k = tensors.k + (i_b * args.strides.k[0] + i_hk * args.strides.k[1])
@@ -167,13 +170,14 @@ def decode_combine(tensors, args, C: tl.constexpr):
     if SINKS:
         total += tl.exp2(sink - base)
     o_d = tl.arange(0, DV)
-    p_acc = tensors.acc + o_row[:, None].to(tl.int64) * DV_TRUE + o_d[None, :]
-    b_acc = tl.load(p_acc, mask=inside[:, None] & (o_d[None, :] < DV_TRUE), other=0.0)  # [SPLITS, DV]
+    b_acc = tl.load(
+        tensors.acc + o_row[:, None].to(tl.int64) * DV_TRUE + o_d[None, :], mask=inside[:, None] & (o_d[None, :] < DV_TRUE), other=0.0
+    )  # [SPLITS, DV]
     nothing = total == 0.0
     safe = tl.where(nothing, 1.0, total)
     b_out = tl.sum(b_acc * b_weight[:, None], 0) * (args.keep_scale / safe)  # [DV]
     o_lse = (i_b * n_heads + i_h) * n_q + i_q
     tl.store(tensors.max_score + o_lse, highest * LN2)
     tl.store(tensors.lse + o_lse, tl.where(nothing, float("-inf"), (base + tl.log2(safe)) * LN2))
-    p_out = tensors.out + i_b * args.s_out[0] + i_h * args.s_out[1] + i_q * args.s_out[2] + o_d * args.s_out[3]
-    tl.store(p_out, b_out.to(tensors.out.dtype.element_ty), mask=o_d < DV_TRUE)
+    p_out = tensors.out + i_b * args.s_out[0] + i_h * args.s_out[1] + i_q * args.s_out[2]
+    tl.store(p_out + o_d * args.s_out[3], b_out.to(tensors.out.dtype.element_ty), mask=o_d < DV_TRUE)
