@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +180,25 @@ def test_a_forked_process_waits_for_no_thread_it_does_not_have() -> None:
 
 
 # -- the kernels of a call -------------------------------------------------------------------------------------------
+
+FORKED = """
+import os, sys
+from tilewise.engines.gpu.generated import _folder
+
+folder = _folder()
+if os.fork() == 0:
+    sys.exit()  # runs what is registered for the end of the process
+os.wait()
+assert folder.is_dir()
+print(folder)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_generated_sources_go_with_their_process_not_with_a_fork_of_it() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)
+    assert not Path(ran.stdout.strip()).exists()
+
 
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 LAYOUTS = {
