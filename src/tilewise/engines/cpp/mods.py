@@ -27,14 +27,14 @@ def score_unit(p: Problem) -> Unit | None:
     return None if p.score is None else _unit("score", p.score, p, lambda call: score_source(_both_axes(call, p), real(p)))
 
 
-def slope_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
+def dscore_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
     """The score's derivative, and the gradients of the wanted captures."""
 
     def make(call: BoundProgram) -> str:
         derivative = derive(call.program, wanted)
         return slope_source(_writer(derivative.program, call, p, BY_QUERY), derivative, real(p))
 
-    return None if p.score is None else _unit(f"slope {sorted(wanted)}", p.score, p, make)
+    return None if p.score is None else _unit(f"dscore {sorted(wanted)}", p.score, p, make)
 
 
 def real(p: Problem) -> str:

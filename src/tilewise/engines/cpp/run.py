@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import like_query, scalar_seed, sinks_gradient
+from tilewise.engines.base import attend_nothing, like_query, scalar_seed, sinks_gradient
 from tilewise.engines.cpp import matrix_unit, threads
 from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
-from tilewise.engines.cpp.mods import Arguments, mask_unit, program_arguments, score_unit, slope_unit
+from tilewise.engines.cpp.mods import Arguments, dscore_unit, mask_unit, program_arguments, score_unit
 from tilewise.engines.cpp.tile_schedule import KEYS, LANES, TileSchedule, key_schedule, query_schedule
 from tilewise.engines.cpp.workspace import borrowed
 from tilewise.engines.dropout import keep_scale, threshold
@@ -54,11 +54,11 @@ def _kernel(name: str, dtype: torch.dtype) -> Callable[[bytes], None]:
 
 
 def forward(p: Problem) -> Output:
+    if p.query.numel() == 0 or p.key.numel() == 0:
+        return attend_nothing(p)
     out = like_query(p.query, p.v_dim)
     lse = torch.empty((p.batch, p.heads, p.q_len), dtype=p.inner_dtype)
     max_score = torch.empty_like(lse)
-    if p.query.numel() == 0 or p.key.numel() == 0:
-        return _nothing_to_attend(p, out, lse, max_score)
     decoding = is_decoding(p)
     schedule = _no_schedule() if decoding else query_schedule(p)
     values, keep_alive = _problem_values(p, schedule)
@@ -114,7 +114,7 @@ def _run_backward(
     chunks = 1 if wanted else chunk_count(p, schedule)
     dq_written = torch.zeros((chunks, p.batch, p.heads, blocks), dtype=torch.uint8)
     dq_bytes = dq_written.numel() * _pad32(p.head_dim) * LANES * p.inner_dtype.itemsize
-    dscore = slope_unit(p, wanted)
+    dscore = dscore_unit(p, wanted)
     with borrowed(*_query_layouts(p, grad_out, blocks), dq_bytes) as buffers:
         arguments = struct.pack(
             BACKWARD,
@@ -285,9 +285,3 @@ def private_copies(p: Problem, wanted: frozenset[int]) -> int:
     assert p.score is not None
     size = 8 * sum(p.score.captures[k].numel() for k in wanted)
     return max(1, min(MAX_COPIES, p.batch * p.kv_heads, MAX_COPIES_BYTES // max(size, 1)))
-
-
-def _nothing_to_attend(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor) -> Output:
-    """No keys at all: outputs are 0; the sink, where there is one, is the whole sum."""
-    lse = lse.fill_(-torch.inf) if p.sinks is None else p.sinks.to(p.inner_dtype).view(1, -1, 1).expand_as(lse).contiguous()
-    return Output(out.zero_(), lse, max_score.fill_(-torch.inf))

@@ -71,9 +71,9 @@ inline bool pack_rows(const bfloat* from, i64 row, i64 step, i64 count, i64 n, b
         for (i64 k = n; k < width; k++) to[i * width + k].bits = 0;
     }
     __builtin_memset(to + count * width, 0, (size_t)((LANES - count) * width) * sizeof(bfloat));
-    u16 infinite = 0;
-    for (i64 k = 0; k < count * width; k++) infinite |= (to[k].bits & 0x7f80) == 0x7f80;
-    return !infinite;
+    u16 nonfinite = 0;
+    for (i64 k = 0; k < count * width; k++) nonfinite |= (to[k].bits & 0x7f80) == 0x7f80;
+    return !nonfinite;
 }
 
 inline void clear_nonfinite(bfloat* x, i64 count) {
