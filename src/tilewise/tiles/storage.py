@@ -1,4 +1,4 @@
-"""Saving tile maps: a zip of one JSON header and the tensors' raw numbers. Nothing in the file is ever executed."""
+"""Saves and loads tile maps: a zip of a JSON header and the tensors' raw bytes. Nothing in the file is ever executed."""
 
 import ctypes
 import json
@@ -56,7 +56,7 @@ def load(path: Path) -> "TileMap":
                     raise InputError(f"it holds {header['format']!r}, this version reads {FORMAT!r}")
                 tensors = {name: _tensor(file.read(name), dtype, shape) for name, (dtype, shape) in header["tensors"].items()}
             return _read(header, tensors)
-        except Exception as error:  # a file may be damaged in more ways than can be listed
+        except Exception as error:  # there are too many ways for a file to be damaged to list them
             raise InputError(f"{path} is not a tile map or is damaged: {error or type(error).__name__}") from error
 
 
@@ -96,7 +96,7 @@ def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:
 
 
 def _fits(runs: Runs, geometry: Geometry) -> bool:
-    """Engines trust a map's numbers as addresses, so a damaged file must not get through."""
+    """Engines use a map's numbers as memory offsets without checks, so damaged files must be rejected here."""
     start, end = runs.start.long(), runs.start.long() + runs.count.long()
     return (
         all(t.dtype == torch.int32 and t.dim() == 1 for t in (runs.offsets, runs.start, runs.count))
@@ -109,7 +109,7 @@ def _fits(runs: Runs, geometry: Geometry) -> bool:
 
 
 def _apart(partial: Runs, full: Runs) -> bool:
-    """No tile is named twice, and each row's runs come in order."""
+    """Whether no tile is listed twice and each row's runs are sorted."""
 
     def overlap(row: Tensor, start: Tensor, count: Tensor) -> bool:
         return bool(((row[1:] == row[:-1]) & (start[1:] < start[:-1] + count[:-1])).any())
