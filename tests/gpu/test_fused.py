@@ -300,12 +300,12 @@ def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: 
 
 
 @pytest.mark.parametrize("dim", [16, 48, 64, 128])
-def test_finite_sums_of_dq_are_brought_as_they_are(dim: int) -> None:
-    """Inputs are NaN, so that rows done again, carefully, would be NaN too."""
+def test_finite_sums_of_dq_are_not_recomputed(dim: int) -> None:
+    """Inputs are NaN, so that recomputed rows would be NaN too."""
     from tilewise.core.problem import Options, make_problem
     from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
     from tilewise.engines.gpu.config import padded_dim
-    from tilewise.engines.gpu.launch import flat, prepare
+    from tilewise.engines.gpu.launch import prepare
     from tilewise.engines.triton import launches
     from tilewise.engines.triton.config import table_config
 
@@ -317,7 +317,7 @@ def test_finite_sums_of_dq_are_brought_as_they_are(dim: int) -> None:
     floats = torch.full((2, 3, 200), torch.nan, device="cuda")
     tensors = launches.dq_postprocess_tensors(problem, nothing, floats, floats, dq, sums, None)
     launch = launches.dq_postprocess_launch(problem, tensors, table_config("dkdv_atomic_dq", problem))
-    prepare(launch, dq.device).launch(flat(tensors))
+    prepare(launch, dq.device).launch(list(tensors))
     in_rows = sums.view(2, 3, rows // 8, width // 8, 2, 8, 4).permute(0, 1, 2, 6, 4, 3, 5).reshape(2, 3, rows, width)
     assert torch.equal(dq, (in_rows[:, :, :200, :dim] * 0.5).to(torch.bfloat16))
 

@@ -1,9 +1,11 @@
-"""What stands around the Hopper backward, in Triton's interpreter: rows go into the order of strips and come back."""
+"""The kernels before and after the Hopper backward, in Triton's interpreter: rows are permuted into the order of strips and back."""
 
 import pytest
 import torch
 
+from tilewise.engines.gluon.kernel_args import PostprocessArgs, PostprocessConstants, PostprocessTensors, PreprocessArgs, PreprocessConstants, PreprocessTensors
 from tilewise.engines.gluon.patches import HEIGHT
+from tilewise.engines.gpu.kernel_args import AttentionConstants, BwdStrides, Mods, PreprocessStrides, Schedule, Shape, Strides
 from tilewise.frontend.token_order import TokenPermutation
 
 SHAPE, HEADS = (16, 32), 2
@@ -14,8 +16,22 @@ def arranged(t: torch.Tensor, dim: int, patched: bool) -> torch.Tensor:
     return TokenPermutation(SHAPE, (HEIGHT,)).permute(t, dim).contiguous() if patched else t
 
 
-def strides(t: torch.Tensor) -> tuple[int, ...]:
-    return tuple(t.stride())
+def strides(t: torch.Tensor) -> Strides:
+    return Strides(t.stride())
+
+
+def constants(m: int, n: int, dim: int) -> AttentionConstants:
+    flags = {"mapped": False, "given": False, "dropout": False, "sinks": False, "upcast": False}
+    return AttentionConstants(m, n, dim, dim, dim, dim, **flags, precision="ieee", stages=1, masked_stages=1)
+
+
+def postprocess_args(like: torch.Tensor, tiles: int, grid_width: int, scale: tuple[float, float, float]) -> PostprocessArgs:
+    """Of tensors with this one's shape, without a mask. There are as many key tiles as query tiles."""
+    heads, tokens = like.shape[1:3]
+    everything = Schedule(None, None, None, None, (0, 0))
+    mods = Mods(scale, 1.0, 0, ((), (), (), ()), ((), (), (), ()))
+    shape = Shape(heads, 1, tokens, tokens)
+    return PostprocessArgs(BwdStrides(*[strides(like)] * 7), everything, tiles, everything, tiles, heads * tiles, shape, tokens, grid_width, mods)
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -28,26 +44,9 @@ def test_sums_of_rows_are_put_where_the_kernel_reads_them(patched: bool) -> None
     delta, lse_padded, delta_padded = torch.empty_like(lse), torch.empty(HEADS * TOKENS), torch.empty(HEADS * TOKENS)
     sums = torch.ones((HEADS * TOKENS, 64))
     bwd_pre_post.bwd_preprocess[(HEADS * TOKENS // 32,)](
-        out,
-        grad,
-        lse,
-        None,
-        lse_padded,
-        delta_padded,
-        delta,
-        sums,
-        strides(out),
-        strides(grad),
-        HEADS,
-        TOKENS,
-        TOKENS,
-        SHAPE[1],
-        HAS_DLSE=False,
-        PATCHED=patched,
-        M=32,
-        DV=16,
-        DV_TRUE=16,
-        D_SUM=64,
+        PreprocessTensors(out, grad, lse, None, lse_padded, delta_padded, delta, sums),
+        PreprocessArgs(PreprocessStrides(strides(out), strides(grad)), HEADS, TOKENS, TOKENS, SHAPE[1]),
+        C=PreprocessConstants(has_dlse=False, patched=patched, m=32, dv=16, dv_true=16, d_sum=64),
     )
     wanted = (out * grad).sum(-1)
     torch.testing.assert_close(delta, wanted)
@@ -70,61 +69,20 @@ def test_sums_of_dq_come_back(patched: bool) -> None:
     sums = in_fragments(arranged(dq, 2, patched).reshape(-1, 64))
     found = torch.zeros_like(dq)
     nonfinite = torch.zeros((HEADS * TOKENS // 128, 2), dtype=torch.int32)
-    any_ = strides(dq)
     rows = TOKENS // 128
+    tiles = constants(128, 128, 64), constants(64, 128, 64)
     bwd_pre_post.bwd_postprocess[(2 * HEADS * rows,)](
-        dq,
-        dq,
-        dq,
-        dq,
-        sums,
-        sums,
-        found,
-        dq,
-        dq,
-        sums,
-        nonfinite,
-        None,
-        *[any_] * 7,
-        (None,) * 4,
-        (0, 0),
-        rows,
-        (None,) * 4,
-        (0, 0),
-        rows,
-        HEADS * rows,
-        HEADS,
-        1,
-        TOKENS,
-        TOKENS,
-        TOKENS,
-        SHAPE[1],
-        (1.0, 1.0, 0.5),
-        1.0,
-        0,
-        ((), (), (), ()),
-        ((), (), (), ()),
+        PostprocessTensors(dq, dq, dq, dq, sums, sums, found, dq, dq, sums, nonfinite, None),
+        postprocess_args(dq, rows, SHAPE[1], (1.0, 1.0, 0.5)),
         MASK=None,
         SCORE=None,
         DSCORE=None,
-        MAPPED=False,
-        GIVEN=False,
-        PATCHED=patched,
-        DROPOUT=False,
-        ROWS_M=128,
-        ROWS_N=128,
-        COLUMNS_M=64,
-        COLUMNS_N=128,
-        D=64,
-        DV=64,
-        D_TRUE=64,
-        DV_TRUE=64,
-        D_SUM=64,
+        C=PostprocessConstants(*tiles, patched=patched, d_sum=64),
     )
     torch.testing.assert_close(found, 0.5 * dq)
 
 
-def test_an_nonfinite_patch_is_done_again_where_its_tokens_lie() -> None:
+def test_a_nonfinite_patch_is_recomputed_where_its_tokens_lie() -> None:
     """NaN in one patch of the sums: rows of dQ that it holds are computed from the inputs."""
     from tilewise.engines.gluon.kernels import bwd_pre_post
 
@@ -140,51 +98,14 @@ def test_an_nonfinite_patch_is_done_again_where_its_tokens_lie() -> None:
     found = torch.zeros_like(dq)
     nonfinite = torch.tensor([[0, 0], [0, 0]], dtype=torch.int32)
     given = [t.detach().float() for t in (q, k, v, grad)]
+    tiles = constants(tile, 64, dim), constants(64, tile, dim)
     bwd_pre_post.bwd_postprocess[(4,)](
-        *given,
-        lse,
-        delta,
-        found,
-        dq,
-        dq,
-        in_fragments(arranged_dq),
-        nonfinite,
-        None,
-        *[strides(dq)] * 7,
-        (None,) * 4,
-        (0, 0),
-        2,
-        (None,) * 4,
-        (0, 0),
-        2,
-        2,
-        1,
-        1,
-        tokens,
-        tokens,
-        tokens,
-        shape[1],
-        (1.0, dim**-0.5 * 1.4426950408889634, dim**-0.5),
-        1.0,
-        0,
-        ((), (), (), ()),
-        ((), (), (), ()),
+        PostprocessTensors(*given, lse, delta, found, dq, dq, in_fragments(arranged_dq), nonfinite, None),
+        postprocess_args(dq, 2, shape[1], (1.0, dim**-0.5 * 1.4426950408889634, dim**-0.5)),
         MASK=None,
         SCORE=None,
         DSCORE=None,
-        MAPPED=False,
-        GIVEN=False,
-        PATCHED=True,
-        DROPOUT=False,
-        ROWS_M=tile,
-        ROWS_N=64,
-        COLUMNS_M=64,
-        COLUMNS_N=tile,
-        D=dim,
-        DV=dim,
-        D_TRUE=dim,
-        DV_TRUE=dim,
-        D_SUM=64,
+        C=PostprocessConstants(*tiles, patched=True, d_sum=64),
     )
     second = TokenPermutation(shape, (HEIGHT,)).permute(torch.arange(tokens).view(1, 1, -1, 1), 2).flatten()[tile:]
     torch.testing.assert_close(found[:, :, second], dq[:, :, second], rtol=1e-4, atol=1e-5)

@@ -117,7 +117,7 @@ def test_a_bf16x6_backward_has_no_product_that_is_compiled_wrongly(dim: int) -> 
 
     gradients = aot.backward_launches(_problem(masks.causal, None, dim, torch.float32, 4096), frozenset())[1]()[0]
     sass = machine_code(gradients, 90)
-    assert dict(gradients.constants)["PRECISION"] == "bf16x6" and "HMMA" in sass and "HGMMA" not in sass
+    assert gradients.constants["C"].dq.precision == "bf16x6" and "HMMA" in sass and "HGMMA" not in sass
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -1,6 +1,7 @@
 """The arguments of every Hopper kernel, from a problem and its tensors."""
 
 import math
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,12 +11,22 @@ from torch import Tensor
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.config import ROWS, backward_config, forward_config
+from tilewise.engines.gluon.kernel_args import (
+    FixupConstants,
+    PostprocessArgs,
+    PostprocessConstants,
+    PostprocessTensors,
+    PreprocessArgs,
+    PreprocessConstants,
+    PreprocessTensors,
+)
 from tilewise.engines.gluon.mask_bits import kernels
 from tilewise.engines.gluon.patches import grid_width, in_strips, tma_box, tma_view
 from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, key_axis, query_axis
-from tilewise.engines.gpu.arguments import dim_constants, dropout_arguments, mask_within_given_tiles, seed_of, shape_arguments, strides
+from tilewise.engines.gpu.arguments import attention_constants, dropout_arguments, mods_of, schedule_of, seed_of, shape_arguments, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
 from tilewise.engines.gpu.config import padded_dim
+from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
 from tilewise.engines.gpu.launch import Launch, TmaTensor
 from tilewise.engines.gpu.mods import dscore_of, mask_of, mod_arguments, scales, score_of
 
@@ -61,30 +72,12 @@ def fwd_tensors(p: Problem, output: Output, counter: Tensor) -> Tensors:
     }
 
 
-def fwd_fixup_tensors(p: Problem, output: Output) -> Tensors:
-    return {
-        "p_q": p.query,
-        "p_k": p.key,
-        "p_v": p.value,
-        "p_out": output.out,
-        "p_lse": output.lse,
-        "p_max": output.max_score,
-        "p_sinks": p.sinks,
-        "p_seed": seed_of(p),
-    }
+def fwd_fixup_tensors(p: Problem, output: Output) -> FwdTensors:
+    return FwdTensors(p.query, p.key, p.value, output.out, output.lse, output.max_score, p.sinks, seed_of(p))
 
 
-def bwd_preprocess_tensors(out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, work: Workspace) -> Tensors:
-    return {
-        "p_out": out,
-        "p_do": grad_out,
-        "p_lse": lse,
-        "p_dlse": dlse,
-        "p_lse_padded": work.lse_padded,
-        "p_delta_padded": work.delta_padded,
-        "p_delta": delta,
-        "p_sum": work.dq_sums,
-    }
+def bwd_preprocess_tensors(out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, work: Workspace) -> PreprocessTensors:
+    return PreprocessTensors(out, grad_out, lse, dlse, work.lse_padded, work.delta_padded, delta, work.dq_sums)
 
 
 def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Workspace) -> Tensors:
@@ -105,22 +98,11 @@ def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Work
     }
 
 
-def bwd_postprocess_tensors(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], work: Workspace) -> Tensors:
+def bwd_postprocess_tensors(
+    p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], work: Workspace
+) -> PostprocessTensors:
     dq, dk, dv = grads
-    return {
-        "p_q": p.query,
-        "p_k": p.key,
-        "p_v": p.value,
-        "p_do": grad_out,
-        "p_lse": lse,
-        "p_delta": delta,
-        "p_dq": dq,
-        "p_dk": dk,
-        "p_dv": dv,
-        "p_sum": work.dq_sums,
-        "p_nonfinite": work.nonfinite,
-        "p_seed": seed_of(p),
-    }
+    return PostprocessTensors(p.query, p.key, p.value, grad_out, lse, delta, dq, dk, dv, work.dq_sums, work.nonfinite, seed_of(p))
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -162,67 +144,47 @@ def fwd_launch(p: Problem, tensors: Tensors) -> Launch:
     )
 
 
-def fwd_fixup_launch(p: Problem, tensors: Tensors) -> Launch:
+def fwd_fixup_launch(p: Problem, tensors: FwdTensors) -> Launch:
     config = forward_config(p)
-    m, n = config.tile
     schedule = query_axis(config).schedule(p)
+    constants = replace(attention_constants(p, config.tile, schedule.mapped), sinks=p.sinks is not None)
     return Launch(
         "hopper_fwd_fixup",
         kernels,
         p.batch * p.heads * schedule.count,
-        tensors,
+        {"tensors": tensors},
         {
-            "s_q": strides(p.query),
-            "s_k": strides(p.key),
-            "s_v": strides(p.value),
-            "s_out": strides(tensors["p_out"]),
-            "tiles": schedule.tensors,
-            "s_tiles": schedule.strides,
-            **shape_arguments(p),
-            "n_tiles": schedule.count,
-            "scale": scales(p),
-            **dropout_arguments(p),
-            **mod_arguments(p),
+            "args": FwdArgs(
+                FwdStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v), strides(tensors.out)),
+                schedule_of(schedule),
+                shape_of(p),
+                schedule.count,
+                mods_of(p),
+            )
         },
-        {
-            "MASK": mask_of(p),
-            "SCORE": score_of(p),
-            "MAPPED": schedule.mapped,
-            "GIVEN": mask_within_given_tiles(p),
-            "SINKS": p.sinks is not None,
-            "DROPOUT": p.dropout_p > 0,
-            "ROWS": padded_dim(m),
-            "M": m,
-            "N": n,
-            **dim_constants(p),
-        },
+        {"MASK": mask_of(p), "SCORE": score_of(p), "C": FixupConstants(**asdict(constants), rows=padded_dim(config.tile[0]))},
         4,
         1,
     )
 
 
-def bwd_preprocess_launch(p: Problem, tensors: Tensors) -> Launch:
-    width, dims = grid_width(p), dim_constants(p)
+def bwd_preprocess_launch(p: Problem, tensors: PreprocessTensors) -> Launch:
+    width = grid_width(p)
     return Launch(
         "hopper_bwd_preprocess",
         kernels,
         p.batch * p.heads * padded_rows(p) // PREPROCESS_ROWS,
-        tensors,
+        {"tensors": tensors},
+        {"args": PreprocessArgs(PreprocessStrides(strides(tensors.out), strides(tensors.do)), p.heads, p.q_len, padded_rows(p), width or 0)},
         {
-            "s_out": strides(tensors["p_out"]),
-            "s_do": strides(tensors["p_do"]),
-            "n_heads": p.heads,
-            "n_q": p.q_len,
-            "n_padded": padded_rows(p),
-            "grid_width": width or 0,
-        },
-        {
-            "HAS_DLSE": tensors["p_dlse"] is not None,
-            "PATCHED": width is not None,
-            "M": PREPROCESS_ROWS,
-            "DV": dims["DV"],
-            "DV_TRUE": dims["DV_TRUE"],
-            "D_SUM": backward_config(p).d,
+            "C": PreprocessConstants(
+                has_dlse=tensors.dlse is not None,
+                patched=width is not None,
+                m=PREPROCESS_ROWS,
+                dv=padded_dim(p.v_dim),
+                dv_true=p.v_dim,
+                d_sum=backward_config(p).d,
+            )
         },
         4,
         1,
@@ -264,45 +226,37 @@ def bwd_launch(p: Problem, tensors: Tensors) -> Launch:
     )
 
 
-def bwd_postprocess_launch(p: Problem, tensors: Tensors) -> Launch:
+def bwd_postprocess_launch(p: Problem, tensors: PostprocessTensors) -> Launch:
     width, fwd, bwd = grid_width(p), forward_config(p), backward_config(p)
     rows, columns = query_axis(fwd).schedule(p), key_axis(bwd).schedule(p)
     dq_programs = p.batch * p.heads * rows.count
+    t = tensors
     return Launch(
         "hopper_bwd_postprocess",
         kernels,
         dq_programs + p.batch * p.kv_heads * columns.count,
-        tensors,
+        {"tensors": tensors},
         {
-            **{f"s_{name}": strides(tensors[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
-            "rows": rows.tensors,
-            "s_rows": rows.strides,
-            "n_rows": rows.count,
-            "columns": columns.tensors,
-            "s_columns": columns.strides,
-            "n_columns": columns.count,
-            "n_dq_programs": dq_programs,
-            **shape_arguments(p),
-            "n_padded": padded_rows(p),
-            "grid_width": width or 0,
-            "scale": scales(p),
-            **dropout_arguments(p),
-            **mod_arguments(p),
+            "args": PostprocessArgs(
+                BwdStrides(*[strides(x) for x in (t.q, t.k, t.v, t.do, t.dq, t.dk, t.dv)]),
+                schedule_of(rows),
+                rows.count,
+                schedule_of(columns),
+                columns.count,
+                dq_programs,
+                shape_of(p),
+                padded_rows(p),
+                width or 0,
+                mods_of(p),
+            )
         },
         {
             "MASK": mask_of(p),
             "SCORE": score_of(p),
             "DSCORE": dscore_of(p),
-            "MAPPED": rows.mapped,
-            "GIVEN": mask_within_given_tiles(p),
-            "PATCHED": width is not None,
-            "DROPOUT": p.dropout_p > 0,
-            "ROWS_M": fwd.tile[0],
-            "ROWS_N": fwd.tile[1],
-            "COLUMNS_M": bwd.tile[0],
-            "COLUMNS_N": bwd.tile[1],
-            **dim_constants(p),
-            "D_SUM": bwd.d,
+            "C": PostprocessConstants(
+                dq=attention_constants(p, fwd.tile, rows.mapped), dkdv=attention_constants(p, bwd.tile, rows.mapped), patched=width is not None, d_sum=bwd.d
+            ),
         },
         4,
         1,

@@ -1,4 +1,4 @@
-"""The launch that evaluates a mask in the tiles where it decides, into bits."""
+"""The launch that evaluates a mask inside partial tiles, into bits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.core.problem import Problem
+from tilewise.engines.gluon.kernel_args import MaskBitsConstants, MaskBitsGeometry
 from tilewise.engines.gpu.launch import Launch
 from tilewise.engines.gpu.mods import mask_of, mod_arguments
 from tilewise.engines.gpu.tile_schedule import TileSchedule
@@ -21,7 +22,7 @@ def kernels() -> Mapping[str, Any]:
 
 
 def pack_mask_bits_launch(p: Problem, shape: tuple[int, int], by_keys: bool, transposed: bool, bits: Tensor, tiles: TileSchedule, first: Tensor) -> Launch:
-    """`shape`: rows and columns of a tile's bits; `first`: the number of each row's first tile with bits."""
+    """`shape`: rows and columns of a tile's bits; `first`: the number of each row's first block of bits."""
     rows, columns = shape
     blocks = rows // ROWS_PER_PROGRAM
     return Launch(
@@ -31,16 +32,11 @@ def pack_mask_bits_launch(p: Problem, shape: tuple[int, int], by_keys: bool, tra
         {"p_bits": bits},
         {
             "tiles": tiles.tensors,
-            "first": first,
-            "n_rows": tiles.count,
-            "n_heads": p.heads if tiles.strides[1] > 0 else 1,
-            "n_blocks": blocks,
-            "m": rows,
-            "n_q": p.q_len,
-            "n_kv": p.kv_len,
+            "p_first": first,
+            "geometry": MaskBitsGeometry(tiles.count, p.heads if tiles.strides[1] > 0 else 1, blocks, rows, p.q_len, p.kv_len),
             "mask": mod_arguments(p)["mask"],
         },
-        {"MASK": mask_of(p), "BY_KEYS": by_keys, "TRANSPOSED": transposed, "ROWS_PER_PROGRAM": ROWS_PER_PROGRAM, "COLUMNS": columns},
+        {"MASK": mask_of(p), "C": MaskBitsConstants(by_keys, transposed, ROWS_PER_PROGRAM, columns)},
         4,
         1,
     )

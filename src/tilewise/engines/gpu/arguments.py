@@ -8,8 +8,10 @@ from torch import Tensor
 from tilewise.core.problem import Problem
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.gpu.config import dot_precision, padded_dim
-from tilewise.engines.gpu.launch import AlignedStrides, Strides
+from tilewise.engines.gpu.kernel_args import AlignedStrides, AttentionConstants, Mods, Schedule, Shape, Strides
 from tilewise.engines.gpu.limits import interpreted
+from tilewise.engines.gpu.mods import mod_arguments, scales
+from tilewise.engines.gpu.tile_schedule import TileSchedule
 
 
 def strides(t: Tensor) -> Strides:
@@ -24,8 +26,41 @@ def seed_of(p: Problem) -> Tensor | None:
     return None if p.seed is None else p.seed.to(p.device)
 
 
+def shape_of(p: Problem) -> Shape:
+    return Shape(p.heads, p.heads // p.kv_heads, p.q_len, p.kv_len)
+
+
+def schedule_of(schedule: TileSchedule) -> Schedule:
+    order, offsets, starts, counts = schedule.tensors
+    return Schedule(order, offsets, starts, counts, schedule.strides)
+
+
+def mods_of(p: Problem) -> Mods:
+    return Mods(scales(p), dropout_scale(p), threshold(p.dropout_p), **mod_arguments(p))
+
+
+def attention_constants(p: Problem, tile: tuple[int, int], mapped: bool, stages: int = 1, masked_stages: int = 1) -> AttentionConstants:
+    """For tiles of this size. Sinks are the forward's business alone."""
+    return AttentionConstants(
+        *tile,
+        d=padded_dim(p.head_dim),
+        dv=padded_dim(p.v_dim),
+        d_true=p.head_dim,
+        dv_true=p.v_dim,
+        mapped=mapped,
+        given=mask_within_given_tiles(p),
+        dropout=p.dropout_p > 0,
+        sinks=False,
+        precision=dot_precision(p.dtype),
+        upcast=interpreted() and p.dtype == torch.bfloat16,
+        stages=stages,
+        masked_stages=masked_stages,
+    )
+
+
 def shape_arguments(p: Problem) -> dict[str, int]:
-    return {"n_heads": p.heads, "ratio": p.heads // p.kv_heads, "n_q": p.q_len, "n_kv": p.kv_len}
+    """The same numbers as `shape_of`, for kernels that take them one by one."""
+    return shape_of(p)._asdict()
 
 
 def dropout_scale(p: Problem) -> float:
@@ -36,15 +71,6 @@ def dropout_arguments(p: Problem) -> dict[str, Any]:
     return {"keep_scale": dropout_scale(p), "threshold": threshold(p.dropout_p)}
 
 
-def size_constants(p: Problem) -> dict[str, Any]:
-    return dim_constants(p) | {"PRECISION": dot_precision(p.dtype), "UPCAST": interpreted() and p.dtype == torch.bfloat16}
-
-
-def dim_constants(p: Problem) -> dict[str, int]:
-    """Head dims as they are, and padded to what products take."""
-    return {"D": padded_dim(p.head_dim), "DV": padded_dim(p.v_dim), "D_TRUE": p.head_dim, "DV_TRUE": p.v_dim}
-
-
 def mask_within_given_tiles(p: Problem) -> bool:
-    """Whether a mask decides inside the partial ones of given tiles, and only there."""
+    """Whether the mask applies inside the partial ones of given tiles, and only there."""
     return p.mask is not None and p.tiles is not None and p.tiles.given

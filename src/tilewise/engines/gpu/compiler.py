@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -37,17 +38,16 @@ def compiled(request: KernelRequest, table: Mapping[str, Any]) -> dict[str, byte
     fixed |= {(function.arg_names.index(name),): value for name, value in constants.items()}
     turn = READ_FIRST.index(request.kernel) if request.kernel in READ_FIRST else len(READ_FIRST)
     source = source_class(function, turn)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
-    # 32-bit scores keep every rounding apart: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
-    # So does what decides of whole tiles.
-    scored = [kind for name, kind in request.signature if name in ("p_q", "p_do")]
-    float32 = any(kind.startswith("*fp32") for kind in scored) or request.kernel == "classify"
-    options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": not float32}
+    # Kernels of 32-bit inputs round every product: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
+    # `classify` does too, because a rounding may decide about a whole tile.
+    options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": request.fp_fusion}
     _hash_triton()
     kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     fits = (getattr(kernel.metadata, "tmem_size", None) or 0) <= TENSOR_MEMORY  # else Triton leaves a kernel that does nothing
-    if fits and constants.get("ATOMIC_DQ") == "red" and not held_once(kernel, constants["D"] * constants["DKDV_M"], request.warps):
-        atomic = tuple([(name, "atomic_add" if name == "ATOMIC_DQ" else value) for name, value in request.constants])
-        return compiled(request._replace(constants=atomic), table)
+    dkdv: Any = getattr(constants.get("C"), "dkdv", None)  # of the `bwd` kernel
+    if fits and getattr(dkdv, "atomic_dq", None) == "red" and not held_once(kernel, dkdv.d * dkdv.m, request.warps):
+        atomic = {"C": replace(constants["C"], dkdv=replace(dkdv, atomic_dq="atomic_add"))}
+        return compiled(request._replace(constants=tuple((dict(request.constants) | atomic).items())), table)
     if kernel.metadata.global_scratch_size:
         raise RuntimeError(f"the {request.kernel} kernel wants scratch memory, which is not provided")
     facts = {
@@ -110,7 +110,8 @@ def _describe(kind: Any, place: tuple[int, ...], attributes: dict[Any, Any], fix
         types += [TENSOR_MAP, *["i32"] * len(kind.sizes), *["i64"] * len(kind.sizes)]
         return _descriptor_type(kind)
     if isinstance(kind, tuple):
-        return tuple(_describe(k, (*place, d), attributes, fixed, types) for d, k in enumerate(kind))
+        inner = [_describe(k, (*place, d), attributes, fixed, types) for d, k in enumerate(kind)]
+        return type(kind)(*inner) if hasattr(kind, "_fields") else tuple(inner)
     if kind == "none":
         fixed[place] = None
         return "constexpr"

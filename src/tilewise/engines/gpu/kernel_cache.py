@@ -4,8 +4,9 @@ This is the plan's structure layer. Two keys lead to a kernel:
 
 KernelRequest   names everything the code depends on: the kernel, the types of its arguments (dtype and alignment of pointers, 32 or 64
                 bits of integers), its constants (generated mask and score functions by the hash of their source, tile sizes, flags),
-                warps, stages and the architecture. With `sources_digest` (our own kernels' source, tilewise and Triton versions) it is
-                the store's key. Values of integers and floats are arguments, so no window, length or scale makes a new kernel.
+                warps, stages, the architecture, and whether products and sums may be fused. With `sources_digest` (our own kernels'
+                source, tilewise and Triton versions) it is the store's key. Values of integers and floats are arguments, so no window,
+                length or scale makes a new kernel.
 its short form  `launch.prepare` has the same facts as Python values, and the device a kernel is loaded on; it is quicker to hash.
 """
 
@@ -36,6 +37,7 @@ class KernelRequest(NamedTuple):
     warps: int
     stages: int
     arch: int
+    fp_fusion: bool = True
 
 
 class TmaBlock(NamedTuple):

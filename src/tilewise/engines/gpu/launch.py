@@ -4,7 +4,7 @@ Every integer is passed as it is, so that no value of it ever makes a new kernel
 can be loaded 16 bytes at a time, and the constants (see kernel_cache).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.engines.gpu import kernel_cache
 from tilewise.engines.gpu.driver import Kernel, current_stream, enter_context, is_capturing
 from tilewise.engines.gpu.generated import Generated
+from tilewise.engines.gpu.kernel_args import AlignedStrides, Schedule, Strides
 from tilewise.engines.gpu.kernel_cache import KernelRequest, KernelTable, TmaBlock, architecture
 from tilewise.engines.gpu.limits import interpreted
 
@@ -28,15 +29,6 @@ POINTER = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
 }
-SCHEDULES = ("tiles", "columns", "rows")  # static arguments that hold tensors of a tile schedule
-
-
-class Strides(tuple[int, ...]):
-    """(batch, head, sequence, dim) strides, 64-bit, so that every offset made with them is."""
-
-
-class AlignedStrides(Strides):
-    """Strides of a tensor whose rows lie on 16-byte boundaries: the last is 1, the others multiples of 16."""
 
 
 class TmaTensor(NamedTuple):
@@ -52,11 +44,16 @@ class Launch(NamedTuple):
     kernel: str
     table: KernelTable  # where the compiler finds it
     programs: int
-    tensors: dict[str, Any]  # the call's own (or None, or tuples of them): the kernel's first parameters, TMA tensors before all
+    tensors: dict[str, Any]  # the call's own: the kernel's first parameters, TMA tensors before all (see below)
     static_args: dict[str, Any]  # the other arguments, which every call like this one has
     constants: dict[str, Any]
     warps: int
     stages: int
+    fp_fusion: bool = True  # False: every product is rounded before it is added (see compiler.py)
+
+
+# Values of `Launch.tensors` are tensors, None, TmaTensors, or tuples of them. A kernel is compiled for the 16-byte alignment of the pointers that are
+# arguments of their own or fields of a NamedTuple. Pointers in plain tuples, and in any tuple of `static_args`, count as unaligned.
 
 
 class PreparedLaunch:
@@ -66,10 +63,11 @@ class PreparedLaunch:
         self._kernel = kernel
         self._programs = launch.programs
         tensors = flat(launch.tensors)
-        self._tma = sum([type(t) is TmaTensor for t in launch.tensors.values()])
-        self._image = kernel.image(tensors[: self._tma], [t.data_ptr() for t in tensors[self._tma :] if t is not None], static_values)
+        tma_tensors = [t.tensor for t in launch.tensors.values() if type(t) is TmaTensor]
+        self._tma = len(tma_tensors)
+        self._image = kernel.image(tma_tensors, [t.data_ptr() for t in tensors[self._tma :] if t is not None], static_values)
         self.device = device
-        self._schedule = [t for name, v in launch.static_args.items() if name in SCHEDULES for t in v if t is not None]  # packed by address: kept alive
+        self._schedule = schedule_tensors(launch.static_args)  # packed by address: kept alive
         self._streams: set[int] = set()
 
     def launch(self, tensors: Sequence[Tensor | None]) -> None:
@@ -105,7 +103,7 @@ class InterpretedLaunch:
 
     def launch(self, tensors: Sequence[Tensor | None]) -> None:
         left = iter(tensors)
-        named = {name: tuple([next(left) for _ in value]) if type(value) is tuple else next(left) for name, value in self._launch.tensors.items()}
+        named = {name: _refilled(value, left) for name, value in self._launch.tensors.items()}
         constants = {k: v.function() if isinstance(v, Generated) else v for k, v in self._launch.constants.items()}
         function = self._launch.table()[self._launch.kernel]
         function[(self._launch.programs,)](**named, **self._launch.static_args, **constants)
@@ -123,8 +121,8 @@ def prepare(launch: Launch, device: torch.device) -> PreparedLaunch | Interprete
         _read(value, types, values)
     pointers = len(values)
     for value in launch.static_args.values():
-        _read(value, types, values)
-    key = (launch.kernel, tuple(types), tuple(launch.constants.values()), launch.warps, launch.stages, index)
+        _read(value, types, values, not isinstance(value, tuple))
+    key = (launch.kernel, tuple(types), tuple(launch.constants.values()), launch.warps, launch.stages, launch.fp_fusion, index)
     kernel = kernel_cache.find(key)
     if kernel is None:
         kernel = kernel_cache.load(key, request_of(launch, architecture(device)), launch.table, index)
@@ -135,21 +133,50 @@ def flat(tensors: dict[str, Any]) -> list[Tensor | None]:
     """A launch's tensors, in the order of the kernel's parameters."""
     found: list[Tensor | None] = []
     for value in tensors.values():
-        kind = type(value)
-        if kind is tuple:
-            found += value
-        else:
-            found.append(value.tensor if kind is TmaTensor else value)
+        _flatten(value, found)
     return found
 
 
-def _read(value: Any, types: list[Any], values: list[Any]) -> None:
-    """What of an argument the kernel's code depends on, and its numbers in the order of the kernel's parameters."""
+def _flatten(value: Any, found: list[Tensor | None]) -> None:
+    if type(value) is TmaTensor:
+        found.append(value.tensor)
+    elif isinstance(value, tuple):
+        for v in value:
+            _flatten(v, found)
+    else:
+        found.append(value)
+
+
+def _refilled(value: Any, left: Iterator[Tensor | None]) -> Any:
+    """A value of `Launch.tensors` with the next tensors in place of its own."""
+    if isinstance(value, tuple):
+        return _like(value, [_refilled(v, left) for v in value])
+    return next(left)
+
+
+def _like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple, or NamedTuple, of the kind of another."""
+    return type(value)(*items) if _is_named(value) else tuple(items)
+
+
+def _is_named(value: tuple[Any, ...]) -> bool:
+    return hasattr(value, "_fields")
+
+
+def schedule_tensors(static_args: dict[str, Any]) -> list[Tensor]:
+    """Those of tile schedules: fields of a kernel's `args`, or the argument "tiles"."""
+    schedules = [static_args.get("tiles", ()), *[field for field in static_args.get("args", ()) if isinstance(field, Schedule)]]
+    return [t for schedule in schedules for t in schedule if isinstance(t, Tensor)]
+
+
+def _read(value: Any, types: list[Any], values: list[Any], aligned: bool = True) -> None:
+    """What of an argument the kernel's code depends on, and its numbers in the order of the kernel's parameters. `aligned`: so is pointers' alignment."""
     kind = type(value)
     if kind is int:
         types.append(-(2**31) <= value < 2**31)
         values.append(value)
     elif kind is float:
+        types.append("float")
         values.append(value)
     elif kind is AlignedStrides:
         types.append("aligned")
@@ -157,51 +184,36 @@ def _read(value: Any, types: list[Any], values: list[Any]) -> None:
     elif kind is Strides:
         types.append("strides")
         values += value
-    elif kind is tuple:
-        types.append(len(value))
-        for v in value:
-            _read_inner(v, types, values)
     elif value is None:
         types.append(None)
     elif kind is TmaTensor:
         types.append((value.tensor.dtype, value.block))
+    elif isinstance(value, tuple):
+        types.append(len(value))
+        for v in value:
+            _read(v, types, values, aligned and _is_named(value))
     else:
         address = value.data_ptr()
-        types.append((value.dtype, address % 16 == 0))
+        types.append((value.dtype, address % 16 == 0) if aligned else value.dtype)
         values.append(address)
 
 
-def _read_inner(value: Any, types: list[Any], values: list[Any]) -> None:
-    """An element of a tuple: pointers in it count as unaligned."""
-    if value is None:
-        types.append(None)
-    elif type(value) is tuple:
-        types.append(len(value))
-        for v in value:
-            _read_inner(v, types, values)
-    elif isinstance(value, Tensor):
-        types.append(value.dtype)
-        values.append(value.data_ptr())
-    else:
-        types.append(-(2**31) <= value < 2**31 if type(value) is int else "float")
-        values.append(value)
-
-
 def request_of(launch: Launch, arch: int) -> KernelRequest:
-    signature = tuple([(name, _type(value)) for name, value in (launch.tensors | launch.static_args).items()])
-    return KernelRequest(launch.kernel, signature, tuple(launch.constants.items()), launch.warps, launch.stages, arch)
+    own = [(name, _type(value)) for name, value in launch.tensors.items()]
+    static = [(name, _type(value, not isinstance(value, tuple))) for name, value in launch.static_args.items()]
+    return KernelRequest(launch.kernel, (*own, *static), tuple(launch.constants.items()), launch.warps, launch.stages, arch, launch.fp_fusion)
 
 
-def _type(value: Any) -> Any:
-    """The type of an argument as part of a kernel's name. A pointer that is 16-byte aligned ends in `!`."""
+def _type(value: Any, aligned: bool = True) -> Any:
+    """The type of an argument as part of a kernel's name. A pointer that is known to be 16-byte aligned ends in `!`, if `aligned` asks for that."""
     if isinstance(value, Tensor):
-        return POINTER[value.dtype] + "!" if value.data_ptr() % 16 == 0 else POINTER[value.dtype]
+        return POINTER[value.dtype] + "!" if aligned and value.data_ptr() % 16 == 0 else POINTER[value.dtype]
     if isinstance(value, TmaTensor):
         return TmaBlock(POINTER[value.tensor.dtype][1:], value.block)
     if isinstance(value, Strides):
         return "aligned" if isinstance(value, AlignedStrides) else ("i64",) * 4
     if isinstance(value, tuple):
-        return tuple([_type(v) if isinstance(v, tuple) else _type(v).rstrip("!") for v in value])
+        return _like(value, [_type(v, aligned and _is_named(value)) for v in value])
     if value is None:
         return "none"
     if isinstance(value, float):

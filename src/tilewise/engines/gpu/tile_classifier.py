@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilewise.core.map_cache import map_of
 from tilewise.core.problem import Problem
+from tilewise.engines.gpu.kernel_args import ClassifyConstants, TileGeometry
 from tilewise.engines.gpu.launch import Launch, prepare
 from tilewise.engines.gpu.mods import mask_of, mod_arguments
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Geometry, TileMap
@@ -44,18 +45,9 @@ def classify_launch(p: Problem, geometry: Geometry, states: Tensor, numbers: Ten
         kernels,
         -(-len(numbers) // TILES_PER_PROGRAM),
         {"p_states": states, "p_tiles": numbers},
-        {
-            "n_tiles": len(numbers),
-            "n_heads": g.heads,
-            "n_rows": g.q_tiles,
-            "n_columns": g.kv_tiles,
-            "n_q": g.q_len,
-            "n_kv": g.kv_len,
-            "m": g.tile[0],
-            "n": g.tile[1],
-            "mask": mod_arguments(p)["mask"],
-        },
-        {"MASK": mask_of(p), "EMPTY": EMPTY, "PARTIAL": PARTIAL, "FULL": FULL, "ROWS": BLOCK[0], "COLUMNS": BLOCK[1], "TILES_PER_PROGRAM": TILES_PER_PROGRAM},
+        {"n_tiles": len(numbers), "geometry": TileGeometry(g.heads, g.q_tiles, g.kv_tiles, g.q_len, g.kv_len, *g.tile), "mask": mod_arguments(p)["mask"]},
+        {"MASK": mask_of(p), "C": ClassifyConstants(EMPTY, PARTIAL, FULL, *BLOCK, TILES_PER_PROGRAM)},
         WARPS,
         1,
+        fp_fusion=False,
     )

@@ -19,9 +19,9 @@ def forward_launches(p: Problem) -> list[Candidates]:
     out, rows, seed = like_query(p.query, p.v_dim), _rows(p), seed_of(p)
     if is_decoding(p):
         splits, partial = run.split_count(p), (rows, rows, rows)
-        tensors = launches.decode_split_tensors(p, partial, seed)
+        split = launches.decode_split_tensors(p, partial, seed)
         return [
-            step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, tensors, splits, *c)),
+            step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, split, splits, *c)),
             lambda: [launches.decode_combine_launch(p, launches.decode_combine_tensors(p, partial, out, rows, rows), splits)],
         ]
     tensors = launches.fwd_tensors(p, out, rows, rows, seed)
@@ -46,14 +46,14 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Candidates]:
         return [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, out, rows, None, rows, shift))]
 
     def bwd(capture_grads: tuple[torch.Tensor, ...]) -> Candidates:
-        given = tensors | {"capture_grads": capture_grads}
+        given = tensors._replace(capture_grads=capture_grads)
         return step_down(table_configs(BWD, p), lambda c: launches.bwd_launch(p, given, wanted, *c))
 
     if run.adds_dq_atomically(p, wanted):
         after = launches.dq_postprocess_tensors(p, out, rows, rows, dq, rows, seed)
         return [
             preprocess,
-            step_down(table_configs(BWD_ATOMIC_DQ, p), lambda c: launches.bwd_atomic_dq_launch(p, tensors | {"dq_sums": (rows,)}, *c)),
+            step_down(table_configs(BWD_ATOMIC_DQ, p), lambda c: launches.bwd_atomic_dq_launch(p, tensors._replace(dq_sums=(rows,)), *c)),
             lambda: [launches.dq_postprocess_launch(p, after, table_config("dkdv_atomic_dq", p))],
         ]
     if p.score is None or not wanted:
@@ -62,7 +62,7 @@ def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Candidates]:
         return [preprocess, bwd(fixed_point.zeros(p, wanted, run.accum_dtype(p)))]
     gauges = fixed_point.gauges(p, wanted)
     totals = fixed_point.Totals(fixed_point.zeros(p, wanted, torch.int64), gauges.limits.double())  # arithmetic without data makes torch import for seconds
-    measured = tensors | {"capture_grads": gauges.arguments}
+    measured = tensors._replace(capture_grads=gauges.arguments)
     return [preprocess, step_down(table_configs(BWD, p), lambda c: launches.gauge_launch(p, measured, wanted, *c)), bwd(totals.arguments)]
 
 

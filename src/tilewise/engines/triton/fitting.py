@@ -11,7 +11,7 @@ from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.config import Configs, all_smaller, dot_precision
 from tilewise.engines.gpu.driver import OutOfSharedMemory
 from tilewise.engines.gpu.kernel_cache import architecture, sources_digest
-from tilewise.engines.gpu.launch import InterpretedLaunch, Launch, PreparedLaunch, flat, prepare
+from tilewise.engines.gpu.launch import InterpretedLaunch, Launch, PreparedLaunch, prepare
 from tilewise.engines.triton.config import is_miscompiled, table_configs
 
 
@@ -66,7 +66,7 @@ def tuned(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch])
         if any([is_miscompiled(role, config, precision) for role, config in zip(roles, configs, strict=True)]):
             raise RuntimeError("the compiler makes wrong code of it")
         launch = make(configs)
-        tensors = [t for value in launch.tensors.values() for t in _for_trial(value)]
+        tensors = [t for value in launch.tensors["tensors"] for t in _for_trial(value)]
         ready = prepare(launch, p.device)
         return tuning.milliseconds(lambda: ready.launch(tensors))
 
@@ -75,7 +75,7 @@ def tuned(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch])
 
 def _for_trial(value: Any) -> list[Tensor | None]:
     """Sums, which come in tuples, are copied: trials would add to them."""
-    return [t.clone() for t in value] if type(value) is tuple else flat({"": value})
+    return [t.clone() for t in value] if isinstance(value, tuple) else [value]
 
 
 def _given_tile(p: Problem) -> tuple[int, int] | None:

@@ -1,24 +1,45 @@
-"""The arguments of every Triton kernel, from a problem and its tensors."""
+"""The launch of every Triton kernel, from a problem and its tensors."""
 
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise.core.problem import Problem
-from tilewise.engines.dropout import threshold
-from tilewise.engines.gpu.arguments import dim_constants, dropout_arguments, dropout_scale, mask_within_given_tiles, shape_arguments, size_constants, strides
+from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, mods_of, schedule_of, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows
-from tilewise.engines.gpu.config import LOG2E, Config
+from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
+from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
 from tilewise.engines.gpu.launch import Launch
-from tilewise.engines.gpu.mods import dscore_of, gauge_of, mask_of, mod_arguments, scales, scatter_of, score_of
+from tilewise.engines.gpu.mods import dscore_of, gauge_of, mask_of, scales, scatter_of, score_of
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
+from tilewise.engines.triton.kernel_args import (
+    BwdArgs,
+    BwdConstants,
+    BwdTensors,
+    DecodeCombineArgs,
+    DecodeCombineConstants,
+    DecodeCombineTensors,
+    DecodeMods,
+    DecodeSplitArgs,
+    DecodeSplitTensors,
+    DecodeStrides,
+    DkdvConstants,
+    DqPostprocessArgs,
+    DqPostprocessStrides,
+    DqPostprocessTensors,
+    PreprocessArgs,
+    PreprocessConstants,
+    PreprocessTensors,
+)
 
 MAX_SPLITS = 128  # of the keys, in decoding
 PREPROCESS_ROWS = 32
 SHIFT_TERMS = 16  # columns of a product that adds a number per query: the least a product takes; see kernels/backward.py
 
-Tensors = dict[str, Any]
+Partial = tuple[Tensor, Tensor, Tensor]  # weighted values, maximum and sum of the rows of every split
 
 
 def kernels() -> Mapping[str, Any]:
@@ -28,271 +49,188 @@ def kernels() -> Mapping[str, Any]:
     return KERNELS
 
 
-def fwd_launch(p: Problem, tensors: Tensors, config: Config) -> Launch:
+def fwd_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> FwdTensors:
+    return FwdTensors(p.query, p.key, p.value, out, lse, max_score, p.sinks, seed)
+
+
+def fwd_launch(p: Problem, tensors: FwdTensors, config: Config) -> Launch:
     schedule = query_schedule(p, (config.m, config.n))
+    constants = attention_constants(p, (config.m, config.n), schedule.mapped, config.stages, config.masked_stages)
     return Launch(
         "fwd",
         kernels,
         p.batch * p.heads * schedule.count,
-        tensors,
+        {"tensors": tensors},
         {
-            "s_q": strides(p.query),
-            "s_k": strides(p.key),
-            "s_v": strides(p.value),
-            "s_out": strides(tensors["p_out"]),
-            "tiles": schedule.tensors,
-            "s_tiles": schedule.strides,
-            **shape_arguments(p),
-            "n_tiles": schedule.count,
-            "scale": scales(p),
-            **dropout_arguments(p),
-            **mod_arguments(p),
+            "args": FwdArgs(
+                FwdStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v), strides(tensors.out)),
+                schedule_of(schedule),
+                shape_of(p),
+                schedule.count,
+                mods_of(p),
+            )
         },
-        {
-            "MASK": mask_of(p),
-            "SCORE": score_of(p),
-            "MAPPED": schedule.mapped,
-            "GIVEN": mask_within_given_tiles(p),
-            "SINKS": p.sinks is not None,
-            "DROPOUT": p.dropout_p > 0,
-            "M": config.m,
-            "N": config.n,
-            **size_constants(p),
-            "STAGES": config.stages,
-            "MASKED_STAGES": config.masked_stages,
-        },
+        {"MASK": mask_of(p), "SCORE": score_of(p), "C": replace(constants, sinks=p.sinks is not None)},
         config.warps,
         config.stages,
+        fuses(p),
     )
 
 
-def decode_split_launch(p: Problem, tensors: Tensors, splits: int, config: Config) -> Launch:
+def decode_split_tensors(p: Problem, partial: Partial, seed: Tensor | None) -> DecodeSplitTensors:
+    return DecodeSplitTensors(p.query, p.key, p.value, *partial, seed)
+
+
+def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, config: Config) -> Launch:
     rows = p.heads // p.kv_heads * p.q_len
+    scale, _, threshold, mask, score = mods_of(p)
     return Launch(
         "decode_split",
         kernels,
         p.batch * p.kv_heads * splits,
-        tensors,
+        {"tensors": tensors},
         {
-            "s_q": strides(p.query),
-            "s_k": strides(p.key),
-            "s_v": strides(p.value),
-            **shape_arguments(p),
-            "n_splits": splits,
-            "per_split": -(-p.kv_len // (config.n * splits)),
-            "scale": scales(p),
-            "threshold": threshold(p.dropout_p),
-            **mod_arguments(p),
+            "args": DecodeSplitArgs(
+                DecodeStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v)),
+                shape_of(p),
+                splits,
+                -(-p.kv_len // (config.n * splits)),
+                DecodeMods(scale, threshold, mask, score),
+            )
         },
-        {
-            "MASK": mask_of(p),
-            "SCORE": score_of(p),
-            "DROPOUT": p.dropout_p > 0,
-            "M": max(16, 1 << (rows - 1).bit_length()),
-            "N": config.n,
-            **size_constants(p),
-            "STAGES": config.stages,
-        },
+        {"MASK": mask_of(p), "SCORE": score_of(p), "C": attention_constants(p, (padded_dim(rows), config.n), False, config.stages)},
         config.warps,
         config.stages,
+        fuses(p),
     )
 
 
-def decode_combine_launch(p: Problem, tensors: Tensors, splits: int) -> Launch:
-    dims = dim_constants(p)
+def decode_combine_tensors(p: Problem, partial: Partial, out: Tensor, lse: Tensor, max_score: Tensor) -> DecodeCombineTensors:
+    return DecodeCombineTensors(*partial, out, lse, max_score, p.sinks)
+
+
+def decode_combine_launch(p: Problem, tensors: DecodeCombineTensors, splits: int) -> Launch:
     return Launch(
         "decode_combine",
         kernels,
         p.batch * p.heads * p.q_len,
-        tensors,
-        {
-            "s_out": strides(tensors["p_out"]),
-            "n_heads": p.heads,
-            "ratio": p.heads // p.kv_heads,
-            "n_q": p.q_len,
-            "n_splits": splits,
-            "keep_scale": dropout_scale(p),
-        },
-        {"SINKS": p.sinks is not None, "SPLITS": MAX_SPLITS, "DV": dims["DV"], "DV_TRUE": dims["DV_TRUE"]},
+        {"tensors": tensors},
+        {"args": DecodeCombineArgs(strides(tensors.out), p.heads, p.heads // p.kv_heads, p.q_len, splits, dropout_scale(p))},
+        {"C": DecodeCombineConstants(p.sinks is not None, MAX_SPLITS, padded_dim(p.v_dim), p.v_dim)},
         4,
         1,
     )
 
 
-def bwd_preprocess_launch(p: Problem, tensors: Tensors) -> Launch:
-    dims = dim_constants(p)
+def bwd_preprocess_tensors(out: Tensor, grad_out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, shift: Tensor | None) -> PreprocessTensors:
+    return PreprocessTensors(out, grad_out, lse, dlse, delta, shift)
+
+
+def bwd_preprocess_launch(p: Problem, tensors: PreprocessTensors) -> Launch:
+    unit = scales(p)[2] * LOG2E if dscore_of(p) is None else 1.0
     return Launch(
         "bwd_preprocess",
         kernels,
         p.batch * p.heads * -(-p.q_len // PREPROCESS_ROWS),
-        tensors,
-        {
-            "s_out": strides(tensors["p_out"]),
-            "s_do": strides(tensors["p_do"]),
-            "n_heads": p.heads,
-            "n_q": p.q_len,
-            "unit": scales(p)[2] * LOG2E if dscore_of(p) is None else 1.0,
-        },
-        {
-            "HAS_DLSE": tensors["p_dlse"] is not None,
-            "FOLDED": tensors["p_shift"] is not None,
-            "M": PREPROCESS_ROWS,
-            "DV": dims["DV"],
-            "DV_TRUE": dims["DV_TRUE"],
-        },
+        {"tensors": tensors},
+        {"args": PreprocessArgs(PreprocessStrides(strides(tensors.out), strides(tensors.do)), p.heads, p.q_len, unit)},
+        {"C": PreprocessConstants(tensors.dlse is not None, tensors.shift is not None, PREPROCESS_ROWS, padded_dim(p.v_dim), p.v_dim)},
         4,
         1,
+        fuses(p),
     )
 
 
-def bwd_launch(p: Problem, tensors: Tensors, wanted: frozenset[int], dkdv: Config, dq: Config) -> Launch:
+def bwd_tensors(p: Problem, grad_out: Tensor, lse: Tensor, delta: Tensor, shift: Tensor | None, grads: tuple[Tensor, ...], seed: Tensor | None) -> BwdTensors:
+    dq, dk, dv = grads
+    return BwdTensors(p.query, p.key, p.value, grad_out, lse, delta, shift, dq, dk, dv, seed)
+
+
+def bwd_launch(p: Problem, tensors: BwdTensors, wanted: frozenset[int], dkdv: Config, dq: Config) -> Launch:
     """Some programs make dK and dV of a key tile, the others dQ of a query tile."""
     columns, rows = key_schedule(p, (dkdv.m, dkdv.n)), query_schedule(p, (dq.m, dq.n))
     dkdv_programs = p.batch * p.kv_heads * columns.count
+    dkdv_constants, dq_constants = (attention_constants(p, (c.m, c.n), rows.mapped, c.stages, c.masked_stages) for c in (dkdv, dq))
+    t = tensors
     return Launch(
         "bwd",
         kernels,
         dkdv_programs + p.batch * p.heads * rows.count,
-        tensors,
+        {"tensors": tensors},
         {
-            **{f"s_{name}": strides(tensors[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq", "dk", "dv")},
-            "columns": columns.tensors,
-            "s_columns": columns.strides,
-            "n_columns": columns.count,
-            "rows": rows.tensors,
-            "s_rows": rows.strides,
-            "n_rows": rows.count,
-            "n_dkdv_programs": dkdv_programs,
-            **shape_arguments(p),
-            "n_padded": padded_rows(p),
-            "scale": scales(p),
-            **dropout_arguments(p),
-            **mod_arguments(p),
+            "args": BwdArgs(
+                BwdStrides(*[strides(x) for x in (t.q, t.k, t.v, t.do, t.dq, t.dk, t.dv)]),
+                schedule_of(columns),
+                columns.count,
+                schedule_of(rows),
+                rows.count,
+                dkdv_programs,
+                shape_of(p),
+                padded_rows(p),
+                mods_of(p),
+            )
         },
         {
             "MASK": mask_of(p),
             "SCORE": score_of(p),
             "DSCORE": dscore_of(p),
             "SCATTER": scatter_of(p, wanted),
-            "MAPPED": rows.mapped,
-            "GIVEN": mask_within_given_tiles(p),
-            "DROPOUT": p.dropout_p > 0,
-            "FOLDED": tensors["p_shift"] is not None,
-            "DKDV": True,
-            "ATOMIC_DQ": None,
-            **size_constants(p),
-            "DKDV_M": dkdv.m,
-            "DKDV_N": dkdv.n,
-            "DQ_M": dq.m,
-            "DQ_N": dq.n,
-            "DKDV_STAGES": dkdv.stages,
-            "DKDV_MASKED_STAGES": dkdv.masked_stages,
-            "DQ_STAGES": dq.stages,
-            "DQ_MASKED_STAGES": dq.masked_stages,
+            "C": BwdConstants(DkdvConstants(**asdict(dkdv_constants), folded=t.shift is not None, atomic_dq=None), dq_constants, has_dkdv=True),
         },
         dkdv.warps,
         dkdv.stages,
+        fuses(p),
     )
 
 
-def bwd_atomic_dq_launch(p: Problem, tensors: Tensors, config: Config) -> Launch:
-    """Programs of key tiles alone, which add up dQ in memory too."""
+def bwd_atomic_dq_launch(p: Problem, tensors: BwdTensors, config: Config) -> Launch:
+    """Only the programs of key tiles, which add up dQ in memory too."""
     launch = bwd_launch(p, tensors, frozenset(), config, config)
-    return launch._replace(programs=launch.static_args["n_dkdv_programs"], constants=launch.constants | {"ATOMIC_DQ": "red"})
+    c = launch.constants["C"]
+    return launch._replace(
+        programs=launch.static_args["args"].n_dkdv_programs, constants=launch.constants | {"C": replace(c, dkdv=replace(c.dkdv, atomic_dq="red"))}
+    )
 
 
-def gauge_launch(p: Problem, tensors: Tensors, wanted: frozenset[int], dkdv: Config, dq: Config) -> Launch:
-    """The programs of query tiles alone, measuring shares of the captures' gradients instead of adding them. What they write to dQ is written again."""
+def gauge_launch(p: Problem, tensors: BwdTensors, wanted: frozenset[int], dkdv: Config, dq: Config) -> Launch:
+    """Only the programs of query tiles, which measure the contributions to the captures' gradients instead of adding them. The dQ they write is written
+    again by the launch that follows."""
     launch = bwd_launch(p, tensors, wanted, dkdv, dq)
-    programs = launch.programs - launch.static_args["n_dkdv_programs"]
-    constants = launch.constants | {"SCATTER": gauge_of(p, wanted), "DKDV": False}
-    return launch._replace(programs=programs, static_args=launch.static_args | {"n_dkdv_programs": 0}, constants=constants)
+    args: BwdArgs = launch.static_args["args"]
+    constants = launch.constants | {"SCATTER": gauge_of(p, wanted), "C": replace(launch.constants["C"], has_dkdv=False)}
+    return launch._replace(programs=launch.programs - args.n_dkdv_programs, static_args={"args": args._replace(n_dkdv_programs=0)}, constants=constants)
 
 
-def dq_postprocess_launch(p: Problem, tensors: Tensors, config: Config) -> Launch:
-    """From the sums that programs of key tiles made, in the order they are in, to dQ."""
+def dq_postprocess_tensors(p: Problem, grad_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dq_sums: Tensor, seed: Tensor | None) -> DqPostprocessTensors:
+    return DqPostprocessTensors(p.query, p.key, p.value, grad_out, lse, delta, dq, dq_sums, seed)
+
+
+def dq_postprocess_launch(p: Problem, tensors: DqPostprocessTensors, config: Config) -> Launch:
+    """From the sums that programs of key tiles made, in the order they lie in, to dQ."""
     schedule = query_schedule(p, (config.m, config.n))
+    t = tensors
     return Launch(
         "dq_postprocess",
         kernels,
         p.batch * p.heads * schedule.count,
-        tensors,
+        {"tensors": tensors},
         {
-            **{f"s_{name}": strides(tensors[f"p_{name}"]) for name in ("q", "k", "v", "do", "dq")},
-            "tiles": schedule.tensors,
-            "s_tiles": schedule.strides,
-            "n_tiles": schedule.count,
-            **shape_arguments(p),
-            "n_padded": padded_rows(p),
-            "scale": scales(p),
-            **dropout_arguments(p),
-            **mod_arguments(p),
+            "args": DqPostprocessArgs(
+                DqPostprocessStrides(*[strides(x) for x in (t.q, t.k, t.v, t.do, t.dq)]),
+                schedule_of(schedule),
+                schedule.count,
+                shape_of(p),
+                padded_rows(p),
+                mods_of(p),
+            )
         },
-        {
-            "MASK": mask_of(p),
-            "SCORE": score_of(p),
-            "DSCORE": dscore_of(p),
-            "MAPPED": schedule.mapped,
-            "GIVEN": mask_within_given_tiles(p),
-            "DROPOUT": p.dropout_p > 0,
-            "M": config.m,
-            "N": config.n,
-            **dim_constants(p),
-        },
+        {"MASK": mask_of(p), "SCORE": score_of(p), "DSCORE": dscore_of(p), "C": attention_constants(p, (config.m, config.n), schedule.mapped)},
         4,
         1,
+        fuses(p),
     )
 
 
-# -- tensors of the kernels, in the order of their parameters --------------------------------------------------------------
-
-
-def fwd_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> Tensors:
-    return {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_out": out, "p_lse": lse, "p_max": max_score, "p_sinks": p.sinks, "p_seed": seed}
-
-
-def decode_split_tensors(p: Problem, partial: tuple[Tensor, Tensor, Tensor], seed: Tensor | None) -> Tensors:
-    acc, row_max, row_sum = partial
-    return {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_acc": acc, "p_m": row_max, "p_l": row_sum, "p_seed": seed}
-
-
-def decode_combine_tensors(p: Problem, partial: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, max_score: Tensor) -> Tensors:
-    acc, row_max, row_sum = partial
-    return {"p_acc": acc, "p_m": row_max, "p_l": row_sum, "p_out": out, "p_lse": lse, "p_max": max_score, "p_sinks": p.sinks}
-
-
-def bwd_preprocess_tensors(out: Tensor, grad_out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, shift: Tensor | None) -> Tensors:
-    return {"p_out": out, "p_do": grad_out, "p_lse": lse, "p_dlse": dlse, "p_delta": delta, "p_shift": shift}
-
-
-def bwd_tensors(
-    p: Problem,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    shift: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor],
-    seed: Tensor | None,
-    capture_grads: tuple[Tensor, ...] = (),
-    dq_sums: tuple[Tensor, ...] = (),
-) -> Tensors:
-    dq, dk, dv = grads
-    return {
-        "p_q": p.query,
-        "p_k": p.key,
-        "p_v": p.value,
-        "p_do": grad_out,
-        "p_lse": lse,
-        "p_delta": delta,
-        "p_shift": shift,
-        "p_dq": dq,
-        "p_dk": dk,
-        "p_dv": dv,
-        "p_seed": seed,
-        "capture_grads": capture_grads,
-        "dq_sums": dq_sums,
-    }
-
-
-def dq_postprocess_tensors(p: Problem, grad_out: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dq_sums: Tensor, seed: Tensor | None) -> Tensors:
-    return {"p_q": p.query, "p_k": p.key, "p_v": p.value, "p_do": grad_out, "p_lse": lse, "p_delta": delta, "p_dq": dq, "p_sum": dq_sums, "p_seed": seed}
+def fuses(p: Problem) -> bool:
+    """Whether products may be fused with sums (Launch.fp_fusion)."""
+    return p.dtype != torch.float32

@@ -22,6 +22,7 @@ from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.triton import fixed_point, launches
 from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SPARSE, table_config
 from tilewise.engines.triton.fitting import fitted
+from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS, SHIFT_TERMS
 
 PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT, INTERPRETED_SMS = 2, 2, 4, 4
@@ -151,7 +152,7 @@ class BackwardPass(ABC):
         self._prepare(p, launches.bwd_tensors(p, t.grad_out, t.lse, t.delta, shift, (t.dq, t.dk, t.dv), seed_of(p)))
 
     @abstractmethod
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None: ...
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None: ...
 
     def run(self, p: Problem, t: BackwardTensors) -> dict[int, Tensor]:
         shift = shift_terms(p)
@@ -166,7 +167,7 @@ class BackwardPass(ABC):
 class Backward(BackwardPass):
     """dK and dV of key tiles and dQ of query tiles, every sum in one program's registers: the same every time."""
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, tensors, frozenset(), *configs))
 
     def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
@@ -177,12 +178,11 @@ class Backward(BackwardPass):
 class AtomicDqBackward(BackwardPass):
     """Programs of key tiles add up dQ in memory, and `dq_postprocess` takes it from there."""
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         sums = self._sums(p)
-        given = tensors | {"dq_sums": (sums,)}
+        given = tensors._replace(dq_sums=(sums,))
         self._bwd = fitted(p, BWD_ATOMIC_DQ, lambda configs: launches.bwd_atomic_dq_launch(p, given, *configs))
-        grad_out, lse, delta, dq = (tensors[name] for name in ("p_do", "p_lse", "p_delta", "p_dq"))
-        after = launches.dq_postprocess_tensors(p, grad_out, lse, delta, dq, sums, tensors["p_seed"])
+        after = launches.dq_postprocess_tensors(p, tensors.do, tensors.lse, tensors.delta, tensors.dq, sums, tensors.seed)
         self._postprocess = prepare(launches.dq_postprocess_launch(p, after, table_config("dkdv_atomic_dq", p)), p.device)
 
     def _sums(self, p: Problem) -> Tensor:
@@ -199,8 +199,8 @@ class AtomicDqBackward(BackwardPass):
 class CapturesBackward(BackwardPass):
     """Programs of query tiles also add the shares of the captures' gradients atomically, in any order."""
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
-        given = tensors | {"capture_grads": self._sums(p)}
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
+        given = tensors._replace(capture_grads=self._sums(p))
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, given, self._wanted, *configs))
 
     def _sums(self, p: Problem) -> tuple[Tensor, ...]:
@@ -215,10 +215,10 @@ class CapturesBackward(BackwardPass):
 class FixedPointBackward(BackwardPass):
     """Shares of the captures' gradients are measured first, then added as integers: the same every time (fixed_point.py)."""
 
-    def _prepare(self, p: Problem, tensors: launches.Tensors) -> None:
+    def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         gauges = fixed_point.gauges(p, self._wanted)
-        measured = tensors | {"capture_grads": gauges.arguments}
-        added = tensors | {"capture_grads": fixed_point.totals(p, self._wanted, gauges.limits).arguments}
+        measured = tensors._replace(capture_grads=gauges.arguments)
+        added = tensors._replace(capture_grads=fixed_point.totals(p, self._wanted, gauges.limits).arguments)
         self._gauge = fitted(p, BWD, lambda configs: launches.gauge_launch(p, measured, self._wanted, *configs))
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, added, self._wanted, *configs))
 

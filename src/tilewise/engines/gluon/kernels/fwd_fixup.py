@@ -1,4 +1,4 @@
-"""What the Hopper kernels found has_nonfinite (a NaN that masked weights carried into other rows, sums beyond float32) is done again, carefully."""
+"""Recomputes query tiles whose result the Hopper forward found non-finite: a NaN at a masked key that reached other rows, or a sum beyond float32."""
 
 import triton
 import triton.language as tl
@@ -7,87 +7,25 @@ from tilewise.engines.gpu.kernels.nonfinite_rows import fwd_rows
 
 
 @triton.jit
-def fwd_fixup(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_max,
-    p_sinks,
-    p_seed,
-    s_q,
-    s_k,
-    s_v,
-    s_out,
-    tiles,
-    s_tiles,
-    n_heads,
-    ratio,
-    n_q,
-    n_kv,
-    n_tiles,
-    scale,
-    keep_scale,
-    threshold,
-    mask,
-    score,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    MAPPED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    SINKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_TRUE: tl.constexpr,
-    DV_TRUE: tl.constexpr,
-):
-    """One program per query tile: rows whose lse is NaN are has_nonfinite, and so is what lies in their tile."""
-    i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+def fwd_fixup(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+    """One program per query tile. The forward marks such a tile by an lse of NaN in one of its rows; then all of them are recomputed.
+
+    This is a kernel of its own because it needs the mask function, which the Hopper forward does not have (see mask_bits.py), and registers that the
+    Hopper forward cannot spare. Where nothing is wrong, it only reads lse.
+    """
+    M: tl.constexpr = C.value.m
+    ROWS: tl.constexpr = C.value.rows
+    n_heads, ratio, n_q = args.shape.n_heads, args.shape.ratio, args.shape.n_q
+    i_bh, i_tile = tl.program_id(0) // args.n_tiles, tl.program_id(0) % args.n_tiles
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
     o_q = i_tile * M + tl.arange(0, ROWS)
-    b_lse = tl.load(p_lse + i_bh.to(tl.int64) * n_q + o_q, mask=o_q < tl.minimum(n_q, i_tile * M + M), other=0.0)
+    b_lse = tl.load(tensors.lse + i_bh.to(tl.int64) * n_q + o_q, mask=o_q < tl.minimum(n_q, i_tile * M + M), other=0.0)  # [ROWS]
     if tl.max(tl.where(b_lse == b_lse, 0, 1), 0) > 0:
-        fwd_rows(
-            p_q + i_b * s_q[0] + i_h * s_q[1],
-            p_k + i_b * s_k[0] + (i_h // ratio) * s_k[1],
-            p_v + i_b * s_v[0] + (i_h // ratio) * s_v[1],
-            p_out + i_b * s_out[0] + i_h * s_out[1],
-            p_lse,
-            p_max,
-            p_sinks,
-            p_seed,
-            s_q,
-            s_k,
-            s_v,
-            s_out,
-            tiles,
-            i_b * s_tiles[0] + i_h * s_tiles[1] + i_tile,
-            i_b,
-            i_h,
-            i_bh,
-            i_tile,
-            n_q,
-            n_kv,
-            scale,
-            keep_scale,
-            threshold,
-            mask,
-            score,
-            MASK,
-            SCORE,
-            MAPPED,
-            GIVEN,
-            SINKS,
-            DROPOUT,
-            M,
-            N,
-            D,
-            DV,
-            D_TRUE,
-            DV_TRUE,
+        head = (
+            tensors.q + i_b * args.strides.q[0] + i_h * args.strides.q[1],
+            tensors.k + i_b * args.strides.k[0] + (i_h // ratio) * args.strides.k[1],
+            tensors.v + i_b * args.strides.v[0] + (i_h // ratio) * args.strides.v[1],
+            tensors.out + i_b * args.strides.out[0] + i_h * args.strides.out[1],
         )
+        row = i_b * args.schedule.strides[0] + i_h * args.schedule.strides[1] + i_tile
+        fwd_rows(head, row, (i_b, i_h), i_bh, i_tile, tensors, args, MASK, SCORE, C)

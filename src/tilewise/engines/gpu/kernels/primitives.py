@@ -1,4 +1,8 @@
-"""Steps that the kernels share."""
+"""Device functions that kernels share.
+
+Names: p_ pointer, s_ stride, i_ index of a tile or head, o_ offsets of elements, b_ block in registers, n_ count. `bh` is (batch, query head).
+`args` and `mods` are NamedTuples of kernel_args.py. Scores are in base 2: with c = log2(e), exp(s - m) = 2^(c s - c m).
+"""
 
 import os
 
@@ -16,8 +20,11 @@ LOG2E: tl.constexpr = tl.constexpr(config.LOG2E)
 def load_rows(
     p_first, s, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr, BOUNDED: tl.constexpr = True, NARROW: tl.constexpr = False
 ):
-    """[ROWS, COLUMNS] of a matrix, 0 outside; s are strides (batch, head, sequence, dim). BOUNDED: rows may end before ROWS. Offsets within a tile have 30
-    bits (see FARTHEST). NARROW: tell the compiler, which then keeps one register of each instead of two; whether that pays can only be measured."""
+    """Rows of a matrix as [ROWS, COLUMNS], 0 outside it. `s` are strides (batch, head, sequence, dim), p_first points to the first row.
+
+    BOUNDED: fewer than ROWS rows may be left. Offsets within a tile fit 30 bits (limits.MAX_TILE_SPAN); NARROW tells the compiler so, which then keeps
+    each in one register instead of two. Whether that pays can only be measured.
+    """
     o_row = tl.arange(0, ROWS)
     o_column = tl.arange(0, COLUMNS)
     o = o_row[:, None] * tl.cast(s[2], tl.int32) + o_column[None, :] * s[3]
@@ -38,57 +45,60 @@ def load_rows(
 
 @triton.jit
 def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
+    """Stores x [ROWS, COLUMNS] into a matrix of n_left more rows and COLUMNS_TRUE columns."""
     o_row = tl.arange(0, ROWS)
     o_column = tl.arange(0, COLUMNS)
     p = p_first + (o_row[:, None] * s[2] + o_column[None, :] * s[3])
     tl.store(p, b_x.to(p_first.dtype.element_ty), mask=(o_row[:, None] < n_left) & (o_column[None, :] < COLUMNS_TRUE))
 
 
-# A map as the kernels walk it is a tuple: the order of its rows, the rows' offsets into the runs, and each run's first tile and count.
-# A row holds three kinds of runs, one after the other: full ones, full ones that the end of the sequence cuts, partial ones.
+# A row of a tile schedule visits runs of consecutive tiles, in three groups: full tiles, full tiles that the end of the sequence cuts, partial tiles.
+# offsets[3 row + g] is the first run of group g; starts and counts give each run's first tile and number of tiles.
 
 
 @triton.jit
-def full_runs(tiles, row):
-    return tl.load(tiles[1] + 3 * row), tl.load(tiles[1] + 3 * row + 1)
+def full_runs(schedule, row):
+    """The runs whose tiles need to check neither the end of the sequence nor the mask."""
+    return tl.load(schedule.offsets + 3 * row), tl.load(schedule.offsets + 3 * row + 1)
 
 
 @triton.jit
-def masked_runs(tiles, row):
-    """Those whose tiles need a look at the end of the sequence, or at the mask."""
-    return tl.load(tiles[1] + 3 * row + 1), tl.load(tiles[1] + 3 * row + 3)
+def masked_runs(schedule, row):
+    """The other runs."""
+    return tl.load(schedule.offsets + 3 * row + 1), tl.load(schedule.offsets + 3 * row + 3)
 
 
 @triton.jit
-def all_runs(tiles, row, MAPPED: tl.constexpr):
-    """Without a map everything is one run."""
+def all_runs(schedule, row, MAPPED: tl.constexpr):
+    """Without a tile map everything is one run."""
     if MAPPED:
-        return tl.load(tiles[1] + 3 * row), tl.load(tiles[1] + 3 * row + 3)
+        return tl.load(schedule.offsets + 3 * row), tl.load(schedule.offsets + 3 * row + 3)
     else:
         return 0, 1
 
 
 @triton.jit
-def run_of(tiles, run):
-    start = tl.load(tiles[2] + run)
-    return start, start + tl.load(tiles[3] + run)
+def run_of(schedule, run):
+    """A run's first tile, and the one after its last."""
+    start = tl.load(schedule.starts + run)
+    return start, start + tl.load(schedule.counts + run)
 
 
 @triton.jit
-def mask_applies(tiles, row, run, GIVEN: tl.constexpr):
-    """-1 if the mask applies inside a run's tiles; 0 if they are full whatever it says, so that its values & this forbid nothing.
+def mask_applies(schedule, row, run, GIVEN: tl.constexpr):
+    """-1 if the mask applies inside a run's tiles, 0 if they are full regardless of it: `MASK(...) & this` is negative where an element is forbidden.
 
-    Only given tiles are full against their mask: others are full because it allows everything.
+    Only a caller's own tiles (GIVEN) can be full where the mask forbids something. All others are full because the mask allows everything.
     """
     if GIVEN:
-        return tl.where(run >= tl.load(tiles[1] + 3 * row + 2), -1, 0)
+        return tl.where(run >= tl.load(schedule.offsets + 3 * row + 2), -1, 0)
     else:
         return -1
 
 
 @triton.jit
 def dot_rows(b_x, b_y, PRECISION: tl.constexpr):
-    """x y^T. In 32 bits the error grows with a sum's length: over a head dim longer than 128 it is cut into pieces of 128."""
+    """x y^T. A float32 product's error grows with the length of its sums: a head dim longer than 128 is summed 128 at a time."""
     if (PRECISION == "tf32") or (b_x.dtype != tl.float32):
         return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
     elif b_x.shape[1] == 256:
@@ -103,6 +113,7 @@ def dot_rows(b_x, b_y, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_256(b_x, b_y, PRECISION: tl.constexpr):
+    """x y^T over a head dim of 256, as two sums over 128."""
     b_x0, b_x1 = halves(b_x)
     b_y0, b_y1 = halves(b_y)
     return add_unfused(tl.dot(b_x0, tl.trans(b_y0), input_precision=PRECISION), 1.0, tl.dot(b_x1, tl.trans(b_y1), input_precision=PRECISION))
@@ -110,7 +121,7 @@ def dot_256(b_x, b_y, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_rows_bwd(b_x, b_y, PRECISION: tl.constexpr):
-    """dot_rows. Where numbers are multiplied in parts, a sum over 256 is good enough for gradients, and in one piece a third faster."""
+    """dot_rows for the backward: with bf16x6, a sum over 256 is accurate enough for gradients, and a third faster than two over 128."""
     if (PRECISION == "bf16x6") and (b_x.shape[1] == 256):
         return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
     else:
@@ -119,8 +130,8 @@ def dot_rows_bwd(b_x, b_y, PRECISION: tl.constexpr):
 
 @triton.jit
 def accumulate_pv(b_acc, b_decay, b_p, b_v, PRECISION: tl.constexpr):
-    """What is summed so far [M, DV], times its decay [M], and the weighted values of one more tile. In 32 bits a tile is summed up for itself, because the
-    backward's delta sees every error of the output."""
+    """acc * decay + P V: acc [M, DV], decay [M], P [M, N], V [N, DV]. In IEEE float32, P V gets an accumulator of its own, because every error of
+    the output enters the backward's delta."""
     if (PRECISION != "ieee") or (b_v.dtype != tl.float32):
         return tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
     else:
@@ -129,27 +140,27 @@ def accumulate_pv(b_acc, b_decay, b_p, b_v, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_unfused(b_x, factor, b_y):
-    """x factor + y, in words that Triton does not know: of a product that is added to something it makes one that goes on with it."""
+    """x factor + y as an fma, so that Triton cannot fold x into the accumulator of the tl.dot that made y."""
     return tl.fma(b_x, factor, b_y)
 
 
 @triton.jit
 def halves(b_x):
-    """Every other column, and those between."""
+    """The even columns and the odd ones."""
     return tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
 
 
 @triton.jit
-def final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, applies, mask, score, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
-    """From q.k to the final score: the score function, then -inf where the mask (see mask_applies) or the end forbids. To be multiplied by
-    scale[1] (see mods.scales)."""
+def final_scores(b_s, bh, i_q, o_kv, n_kv, applies, mods, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr):
+    """From q.k to the final score [M, N]: the score function, then -inf where the mask (see mask_applies) or the end of the sequence forbids.
+    Still to be multiplied by mods.scale[1]."""
     i_kv = tl.minimum(o_kv, n_kv - 1)[None, :]
     if SCORE is not None:
-        b_s = SCORE(b_s * scale[0], i_b, i_h, i_q, i_kv, score[0], score[1], score[2], score[3])
+        b_s = SCORE(b_s * mods.scale[0], bh[0], bh[1], i_q, i_kv, mods.score[0], mods.score[1], mods.score[2], mods.score[3])
     if MASKED:
         allowed = (n_kv - 1 - o_kv)[None, :]  # negative: forbidden
         if MASK is not None:
-            allowed = allowed | (MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & applies)
+            allowed = allowed | (MASK(bh[0], bh[1], i_q, i_kv, mods.mask[0], mods.mask[1], mods.mask[2], mods.mask[3]) & applies)
         b_s = tl.where(allowed >= 0, b_s, float("-inf"))
     return b_s
 
@@ -162,13 +173,13 @@ def has_nonfinite(b_x):
 
 @triton.jit
 def overflowed(b_m, b_l):
-    """Whether any row's sum overflowed or vanished though something was attended: scores so large that their own roundings exceed 100."""
+    """Whether any row's sum became infinite, or 0 although the row attends to something: scores so large that their own rounding errors exceed 100."""
     return tl.max(tl.where((b_l == float("inf")) | ((b_l == 0.0) & (b_m != float("-inf"))), 1, 0), 0) > 0
 
 
 @triton.jit
 def dropout_keep(p_seed, threshold, i_b, i_h, o_q, o_kv):
-    """Whether dropout keeps each element; the grouping of tilewise.engines.dropout."""
+    """Whether dropout keeps each element. tilewise.engines.dropout says which elements share a Philox counter."""
     seed = tl.load(p_seed)
     row = o_q // 16 * 8 + o_q % 8
     column = o_kv // 16 * 4 + o_kv % 8 // 2
@@ -183,22 +194,23 @@ def dropout_keep(p_seed, threshold, i_b, i_h, o_q, o_kv):
 
 
 @triton.jit
-def apply_dropout(b_p, p_seed, threshold, i_b, i_h, o_q, o_kv):
-    return tl.where(dropout_keep(p_seed, threshold, i_b, i_h, o_q, o_kv), b_p, 0.0)
+def apply_dropout(b_p, p_seed, threshold, bh, o_q, o_kv):
+    """P with its dropped elements 0; the kept ones are scaled later, with the output."""
+    return tl.where(dropout_keep(p_seed, threshold, bh[0], bh[1], o_q, o_kv), b_p, 0.0)
 
 
-# -- shares of captures' gradients -----------------------------------------------------------------------------------
+# -- contributions to captures' gradients -----------------------------------------------------------------------------------
 
 
 @triton.jit
 def add_share(p, b_x):
-    """Adds a block of shares [M or 1, N or 1] to their places, in an order that nobody knows. What is not attended has a share of 0."""
+    """Adds a block of contributions [M or 1, N or 1] atomically, in no particular order. Masked elements contribute 0, which is skipped."""
     tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_x.to(p.dtype.element_ty), mask=b_x != 0.0, sem="relaxed")
 
 
 @triton.jit
 def gauge_share(p, b_x, p_limit):
-    """Notes the largest finite share. The others are added up right away: whatever their order, Inf and NaN give the same sum."""
+    """Records the largest finite contribution. Infinite and NaN ones are added right away: their sum is the same in any order."""
     finite = tl.abs(b_x) < float("inf")
     tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_x, mask=finite == 0, sem="relaxed")
     largest = tl.max(tl.max(tl.where(finite, tl.abs(b_x), 0.0), 1), 0)
@@ -207,7 +219,7 @@ def gauge_share(p, b_x, p_limit):
 
 @triton.jit
 def add_fixed(p, b_x, p_unit):
-    """Adds finite shares as integers: their sum is the same in any order."""
+    """Adds finite contributions as integers (multiples of *p_unit), whose sum is the same in any order."""
     finite = tl.abs(b_x) < float("inf")
     b_whole = tl.floor(tl.where(finite, b_x, 0.0).to(tl.float64) / tl.load(p_unit) + 0.5).to(tl.int64)
     tl.atomic_add(p + tl.zeros(b_x.shape, tl.int32), b_whole, mask=b_whole != 0, sem="relaxed")
@@ -218,7 +230,7 @@ def add_fixed(p, b_x, p_unit):
 
 @triton.jit
 def quotient(a, b):
-    """a // b where 0 <= a, 1 < b and a b < 2^32, by the inverse of b: floor(a ceil(2^32 / b) / 2^32), which is exact there."""
+    """a // b for 0 <= a, 1 < b and a b < 2^32, as floor(a ceil(2^32 / b) / 2^32), which is exact there."""
     inverse = 0xFFFFFFFF // b.to(tl.uint32) + 1
     return tl.umulhi(a.to(tl.uint32), inverse.to(tl.uint32)).to(tl.int32)
 
@@ -267,12 +279,12 @@ else:
 
     @triton.jit
     def fast_tanh(x):
-        """The hardware's own, good to 11 bits: enough where the scores come from 16-bit inputs."""
+        """The hardware's tanh, accurate to 11 bits: enough for scores of 16-bit inputs."""
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def load_unpipelined(p):
-        """A load that Triton's pipelining does not see. Elements have 16, 32 or 64 bits."""
+        """A load that Triton's pipeliner cannot see. Elements have 16, 32 or 64 bits."""
         bits: tl.constexpr = p.dtype.element_ty.primitive_bitwidth
         if bits == 16:
             return tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [p], dtype=p.dtype.element_ty, is_pure=True, pack=1)
@@ -283,13 +295,13 @@ else:
 
     @triton.jit
     def rounded_product(a, b):
-        """a b, rounded even where a sum follows: never part of a fused operation."""
+        """a b, rounded, even where a sum follows: never part of an fma."""
         return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b + tl.zeros_like(a)], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def red_add(p, b_x):
-        """Adds x to what lies at p: every thread what it holds. tl.atomic_add would first carry x through shared memory into an order of its own."""
+        """*p += x: every thread adds the elements it holds. tl.atomic_add would first change x's layout through shared memory."""
         address = p.to(tl.int64, bitcast=True)
-        tl.inline_asm_elementwise(  # build.STRAIGHT knows this text
+        tl.inline_asm_elementwise(  # compiler.RED_ADD is part of this text
             "{ red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r", [address, b_x], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -1,15 +1,9 @@
-"""The forward kernel: one program per (batch, head, query tile), online softmax over the key tiles of its map.
-
-Names: p_ pointer, s_ stride, i_ index of a tile or head, o_ offsets of elements, b_ block in registers, n_ count.
-Scores are dropout_keep in base 2: with c = log2(e), exp(s - m) = 2^(c s - c m).
-
-What is masked has weight 0, and 0 * NaN is NaN: a program that finds its result has_nonfinite has it done again, carefully.
-"""
+"""The forward kernel: online softmax over the key tiles of a query tile."""
 
 import triton
 import triton.language as tl
 
-from tilewise.engines.gpu.kernels.nonfinite_rows import finalize_rows, fwd_rows
+from tilewise.engines.gpu.kernels.nonfinite_rows import LN2, finalize_rows, fwd_rows
 from tilewise.engines.gpu.kernels.primitives import (
     accumulate_pv,
     apply_dropout,
@@ -27,391 +21,113 @@ from tilewise.engines.gpu.kernels.primitives import (
 
 
 @triton.jit
-def fwd(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_max,
-    p_sinks,
-    p_seed,
-    s_q,
-    s_k,
-    s_v,
-    s_out,  # strides (batch, head, sequence, dim)
-    tiles,
-    s_tiles,  # (order, offsets, start, count), see steps; (batch, head) strides in rows
-    n_heads,
-    ratio,
-    n_q,
-    n_kv,
-    n_tiles,
-    scale,
-    keep_scale,
-    threshold,
-    mask,
-    score,  # each (captures, ints, floats, sizes and strides)
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    MAPPED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    SINKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_TRUE: tl.constexpr,
-    DV_TRUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    STAGES: tl.constexpr,
-    MASKED_STAGES: tl.constexpr,
-):
+def fwd(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+    """out, lse and the maximum score of one query tile of one (batch, head).
+
+    Programs of a head start with the longest rows of the tile map, so that none of them finishes long after the others. A program visits full tiles
+    first, in a loop without mask or bounds, then the others: both loops stay small and are pipelined on their own. A NaN or infinity at a masked
+    key spoils a tile's P V (0 * NaN is NaN); a program that finds its result non-finite recomputes it row by row.
+    """
+    M: tl.constexpr = C.value.m
+    D: tl.constexpr = C.value.d
+    DV: tl.constexpr = C.value.dv
+    D_TRUE: tl.constexpr = C.value.d_true
+    DV_TRUE: tl.constexpr = C.value.dv_true
+    MAPPED: tl.constexpr = C.value.mapped
+    SINKS: tl.constexpr = C.value.sinks
+    n_heads, ratio, n_q = args.shape.n_heads, args.shape.ratio, args.shape.n_q
     pid = tl.program_id(0)
-    i_bh, i_tile = pid // n_tiles, pid % n_tiles
+    i_bh, i_tile = pid // args.n_tiles, pid % args.n_tiles
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
-    row = i_b * s_tiles[0] + i_h * s_tiles[1]
+    row = i_b * args.schedule.strides[0] + i_h * args.schedule.strides[1]
     if MAPPED:
-        i_tile = tl.load(tiles[0] + row + i_tile)
+        i_tile = tl.load(args.schedule.order + row + i_tile)
         row += i_tile
     o_q = i_tile * M + tl.arange(0, M)
     first = i_tile * M
-    b_q = load_rows(p_q + i_b * s_q[0] + i_h * s_q[1] + first * s_q[2], s_q, n_q - i_tile * M, M, D, D_TRUE)
-    if UPCAST:
+    p_q = tensors.q + i_b * args.strides.q[0] + i_h * args.strides.q[1]
+    b_q = load_rows(p_q + first * args.strides.q[2], args.strides.q, n_q - i_tile * M, M, D, D_TRUE)  # [M, D]
+    if C.value.upcast:
         b_q = b_q.to(tl.float32)
-    p_k += i_b * s_k[0] + (i_h // ratio) * s_k[1]
-    p_v += i_b * s_v[0] + (i_h // ratio) * s_v[1]
-    b_m, b_l, b_acc = attend_tiles(
-        b_q,
-        p_k,
-        p_v,
-        s_k,
-        s_v,
-        p_seed,
-        i_b,
-        i_h,
-        o_q,
-        n_q,
-        n_kv,
-        row,
-        tiles,
-        scale,
-        threshold,
-        mask,
-        score,
-        MASK,
-        SCORE,
-        MAPPED,
-        GIVEN,
-        DROPOUT,
-        M,
-        N,
-        D,
-        DV,
-        D_TRUE,
-        DV_TRUE,
-        PRECISION,
-        UPCAST,
-        STAGES,
-        MASKED_STAGES,
-    )
-    b_out, b_lse = finalize_rows(b_m, b_l, b_acc, p_sinks, i_h, keep_scale, SINKS)
-    i_row = i_bh.to(tl.int64) * n_q + o_q
-    tl.store(p_max + i_row, b_m * 0.6931471805599453, mask=o_q < n_q)
-    tl.store(p_lse + i_row, b_lse, mask=o_q < n_q)
-    p_out += i_b * s_out[0] + i_h * s_out[1]
-    store_rows(p_out + first * s_out[2], s_out, b_out, n_q - i_tile * M, M, DV, DV_TRUE)
+    p_k = tensors.k + (i_b * args.strides.k[0] + (i_h // ratio) * args.strides.k[1])
+    p_v = tensors.v + (i_b * args.strides.v[0] + (i_h // ratio) * args.strides.v[1])
+    b_m, b_l, b_acc = attend_tiles(b_q, (p_k, p_v), (i_b, i_h), o_q, row, tensors, args, MASK, SCORE, C)
+    b_out, b_lse = finalize_rows(b_m, b_l, b_acc, tensors.sinks, i_h, args.mods.keep_scale, SINKS)
+    o_row = i_bh.to(tl.int64) * n_q + o_q
+    tl.store(tensors.max_score + o_row, b_m * LN2, mask=o_q < n_q)
+    tl.store(tensors.lse + o_row, b_lse, mask=o_q < n_q)
+    p_out = tensors.out + (i_b * args.strides.out[0] + i_h * args.strides.out[1])
+    store_rows(p_out + first * args.strides.out[2], args.strides.out, b_out, n_q - i_tile * M, M, DV, DV_TRUE)
     if has_nonfinite(b_acc) | overflowed(b_m, b_l):
-        fwd_rows(
-            p_q + i_b * s_q[0] + i_h * s_q[1],
-            p_k,
-            p_v,
-            p_out,
-            p_lse,
-            p_max,
-            p_sinks,
-            p_seed,
-            s_q,
-            s_k,
-            s_v,
-            s_out,
-            tiles,
-            row,
-            i_b,
-            i_h,
-            i_bh,
-            i_tile,
-            n_q,
-            n_kv,
-            scale,
-            keep_scale,
-            threshold,
-            mask,
-            score,
-            MASK,
-            SCORE,
-            MAPPED,
-            GIVEN,
-            SINKS,
-            DROPOUT,
-            M,
-            N,
-            D,
-            DV,
-            D_TRUE,
-            DV_TRUE,
-        )
+        fwd_rows((p_q, p_k, p_v, p_out), row, (i_b, i_h), i_bh, i_tile, tensors, args, MASK, SCORE, C)
 
 
 @triton.jit
-def attend_tiles(
-    b_q,
-    p_k,
-    p_v,
-    s_k,
-    s_v,
-    p_seed,
-    i_b,
-    i_h,
-    o_q,
-    n_q,
-    n_kv,
-    row,
-    tiles,
-    scale,
-    threshold,
-    mask,
-    score,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    MAPPED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_TRUE: tl.constexpr,
-    DV_TRUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    STAGES: tl.constexpr,
-    MASKED_STAGES: tl.constexpr,
-):
-    """Maximum, sum and weighted values of the query tile over all its key tiles: first the full ones, then the partial ones."""
+def attend_tiles(b_q, kv, bh, o_q, row, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+    """Maximum [M], sum [M] and weighted values [M, DV] of the query tile over all its key tiles: first the full ones, then the others."""
+    M: tl.constexpr = C.value.m
+    N: tl.constexpr = C.value.n
+    DV: tl.constexpr = C.value.dv
+    STAGES: tl.constexpr = C.value.stages
+    MASKED_STAGES: tl.constexpr = C.value.masked_stages
+    GIVEN: tl.constexpr = C.value.given
+    n_kv = args.shape.n_kv
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_l = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, DV], tl.float32)
-    if MAPPED:
-        first, last = full_runs(tiles, row)
+    if C.value.mapped:
+        first, last = full_runs(args.schedule, row)
         for run in range(first, last):
-            start, stop = run_of(tiles, run)
+            start, stop = run_of(args.schedule, run)
             for i_kv in tl.range(start, stop, num_stages=STAGES):
-                b_m, b_l, b_acc = attend_tile(
-                    b_q,
-                    b_m,
-                    b_l,
-                    b_acc,
-                    p_k,
-                    p_v,
-                    s_k,
-                    s_v,
-                    p_seed,
-                    i_b,
-                    i_h,
-                    o_q,
-                    n_q,
-                    i_kv,
-                    n_kv,
-                    -1,
-                    scale,
-                    threshold,
-                    mask,
-                    score,
-                    MASK,
-                    SCORE,
-                    False,
-                    DROPOUT,
-                    M,
-                    N,
-                    D,
-                    DV,
-                    D_TRUE,
-                    DV_TRUE,
-                    PRECISION,
-                    UPCAST,
-                )
-        first, last = masked_runs(tiles, row)
+                b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, i_kv, -1, tensors, args, MASK, SCORE, False, C)
+        first, last = masked_runs(args.schedule, row)
         for run in range(first, last):
-            start, stop = run_of(tiles, run)
-            applies = mask_applies(tiles, row, run, GIVEN)
+            start, stop = run_of(args.schedule, run)
+            applies = mask_applies(args.schedule, row, run, GIVEN)
             for i_kv in tl.range(start, stop, num_stages=MASKED_STAGES):
-                b_m, b_l, b_acc = attend_tile(
-                    b_q,
-                    b_m,
-                    b_l,
-                    b_acc,
-                    p_k,
-                    p_v,
-                    s_k,
-                    s_v,
-                    p_seed,
-                    i_b,
-                    i_h,
-                    o_q,
-                    n_q,
-                    i_kv,
-                    n_kv,
-                    applies,
-                    scale,
-                    threshold,
-                    mask,
-                    score,
-                    MASK,
-                    SCORE,
-                    True,
-                    DROPOUT,
-                    M,
-                    N,
-                    D,
-                    DV,
-                    D_TRUE,
-                    DV_TRUE,
-                    PRECISION,
-                    UPCAST,
-                )
+                b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, i_kv, applies, tensors, args, MASK, SCORE, True, C)
     else:
         for i_kv in tl.range(0, n_kv // N, num_stages=STAGES):
-            b_m, b_l, b_acc = attend_tile(
-                b_q,
-                b_m,
-                b_l,
-                b_acc,
-                p_k,
-                p_v,
-                s_k,
-                s_v,
-                p_seed,
-                i_b,
-                i_h,
-                o_q,
-                n_q,
-                i_kv,
-                n_kv,
-                -1,
-                scale,
-                threshold,
-                mask,
-                score,
-                None,
-                SCORE,
-                False,
-                DROPOUT,
-                M,
-                N,
-                D,
-                DV,
-                D_TRUE,
-                DV_TRUE,
-                PRECISION,
-                UPCAST,
-            )
+            b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, i_kv, -1, tensors, args, None, SCORE, False, C)
         if n_kv % N != 0:
-            b_m, b_l, b_acc = attend_tile(
-                b_q,
-                b_m,
-                b_l,
-                b_acc,
-                p_k,
-                p_v,
-                s_k,
-                s_v,
-                p_seed,
-                i_b,
-                i_h,
-                o_q,
-                n_q,
-                n_kv // N,
-                n_kv,
-                -1,
-                scale,
-                threshold,
-                mask,
-                score,
-                None,
-                SCORE,
-                True,
-                DROPOUT,
-                M,
-                N,
-                D,
-                DV,
-                D_TRUE,
-                DV_TRUE,
-                PRECISION,
-                UPCAST,
-            )
+            b_m, b_l, b_acc = attend_tile((b_q, o_q), (b_m, b_l, b_acc), kv, bh, n_kv // N, -1, tensors, args, None, SCORE, True, C)
     return b_m, b_l, b_acc
 
 
 @triton.jit
-def attend_tile(
-    b_q,
-    b_m,
-    b_l,
-    b_acc,
-    p_k,
-    p_v,
-    s_k,
-    s_v,
-    p_seed,
-    i_b,
-    i_h,
-    o_q,
-    n_q,
-    i_kv,
-    n_kv,
-    applies,
-    scale,
-    threshold,
-    mask,
-    score,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_TRUE: tl.constexpr,
-    DV_TRUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """One key tile: scores, running maximum and sum, and the weighted values."""
+def attend_tile(queries, state, kv, bh, i_kv, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+    """One key tile of the online softmax: P = 2^(s - max), l = l decay + sum P, acc = acc decay + P V. MASKED: check the mask and the end.
+    `queries` are q [M, D] and their positions [M], the state is maximum [M], sum l [M] and weighted values acc [M, DV]."""
+    N: tl.constexpr = C.value.n
+    D: tl.constexpr = C.value.d
+    DV: tl.constexpr = C.value.dv
+    D_TRUE: tl.constexpr = C.value.d_true
+    DV_TRUE: tl.constexpr = C.value.dv_true
+    PRECISION: tl.constexpr = C.value.precision
+    b_q, o_q = queries
+    b_m, b_l, b_acc = state
+    n_q, n_kv = args.shape.n_q, args.shape.n_kv
     n_left = n_kv - i_kv * N
     first = i_kv * N
     narrow: tl.constexpr = (MASK is None) and (D <= 128)  # on an H200 +10 %; -5 % with a mask, -3 % for D256
-    b_k = load_rows(p_k + first * s_k[2], s_k, n_left, N, D, D_TRUE, MASKED, narrow)
-    if UPCAST:
+    b_k = load_rows(kv[0] + first * args.strides.k[2], args.strides.k, n_left, N, D, D_TRUE, MASKED, narrow)  # [N, D]
+    if C.value.upcast:
         b_k = b_k.to(tl.float32)
-    b_s = dot_rows(b_q, b_k, PRECISION)  # [M, N]
+    b_s = dot_rows(b_q, b_k, PRECISION)  # S = Q K^T [M, N]
     o_kv = i_kv * N + tl.arange(0, N)
     i_q = tl.minimum(o_q, n_q - 1)[:, None]  # what masks and scores see: never past the end
-    b_s = final_scores(b_s, scale, i_b, i_h, i_q, o_kv, n_kv, applies, mask, score, MASK, SCORE, MASKED)
-    c = scale[1]
+    b_s = final_scores(b_s, bh, i_q, o_kv, n_kv, applies, args.mods, MASK, SCORE, MASKED)
+    c = args.mods.scale[1]
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
-    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a row with nothing yet: measure from 0, weights are 0
-    b_p = tl.exp2(b_s * c - b_base[:, None])
+    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # a row that has attended to nothing yet subtracts 0: its weights are 0
+    b_p = tl.exp2(b_s * c - b_base[:, None])  # [M, N]
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
-    if DROPOUT:
-        b_p = apply_dropout(b_p, p_seed, threshold, i_b, i_h, o_q[:, None], o_kv[None, :])
-    b_v = load_rows(p_v + first * s_v[2], s_v, n_left, N, DV, DV_TRUE, MASKED, narrow)
-    if UPCAST:
+    if C.value.dropout:
+        b_p = apply_dropout(b_p, tensors.seed, args.mods.threshold, bh, o_q[:, None], o_kv[None, :])
+    b_v = load_rows(kv[1] + first * args.strides.v[2], args.strides.v, n_left, N, DV, DV_TRUE, MASKED, narrow)  # [N, DV]
+    if C.value.upcast:
         b_v = b_v.to(tl.float32)
     b_acc = accumulate_pv(b_acc, b_decay, b_p, b_v, PRECISION)
     return b_top, b_l, b_acc
