@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, trace_mask, trace_score
-from tilewise.masks import Grid, causal
+from tilewise.masks import Grid, broadcast_load, causal
 from tilewise.scores import ScoreFunction, Sinks, as_scores, coverage
 from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent, TileMap, read_mask
@@ -284,14 +284,8 @@ def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, na
         return causal.traced(), "causal"
     if callable(mask):
         return trace_mask(lambda b, h, q, kv: mask(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
-    allowed = call.captures[0]
-    sizes = [size == 1 for size in allowed.shape]
-
-    def both(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        place = (b, h, q, kv)[4 - len(sizes) :]
-        return allowed[tuple([0 if one else i for one, i in zip(sizes, place, strict=True)])] & (q >= kv)
-
-    return trace_mask(both, device), f"{name} & causal"
+    allowed = broadcast_load(call.captures[0])
+    return trace_mask(lambda b, h, q, kv: allowed(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
 
 
 def _on_device(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
 from tilewise.engines.codegen import Extents, Layout
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
@@ -80,7 +81,7 @@ ABSENT = Arguments((0,) * 6)
 def program_arguments(call: BoundProgram | None, unit: Unit | None) -> Arguments:
     if call is None or unit is None:
         return ABSENT
-    arrays = call_arrays(call) if call.captures else _without_captures(call.ints, call.floats)
+    arrays = call_arrays(call) if call.captures else _without_captures(call.ints, exact(call.floats))
     return Arguments((*_addresses(unit), *arrays.values), arrays.keep_alive)
 
 
@@ -91,8 +92,8 @@ def _addresses(unit: Unit) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _without_captures(ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
-    return _arrays((), ints, floats)
+def _without_captures(ints: tuple[int, ...], floats: tuple[float | str, ...]) -> Arguments:
+    return _arrays((), ints, tuple([float(f) for f in floats]))
 
 
 def call_arrays(call: BoundProgram) -> Arguments:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import like_query, like_rows, sinks_gradient
+from tilewise.engines.base import attend_nothing, like_query, like_rows, sinks_gradient
 from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks, sums_rows
 from tilewise.engines.gpu.config import padded_dim
@@ -30,7 +30,7 @@ PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT, INTERPRETED_SMS = 2, 2, 4, 4
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
-        return _nothing_to_attend(p)
+        return attend_nothing(p)
     ready = plan.prepared(FORWARD, p, lambda: _prepared_forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 
@@ -279,12 +279,3 @@ def split_count(p: Problem) -> int:
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_SMS
-
-
-def _nothing_to_attend(p: Problem) -> Output:
-    """No keys at all: outputs are 0; the sink, where there is one, is the whole sum."""
-    lse = torch.full(p.query.shape[:3], -torch.inf, dtype=torch.float32, device=p.device)
-    max_score = lse.clone()
-    if p.sinks is not None:
-        lse = p.sinks.float().view(1, -1, 1).expand_as(lse).contiguous()
-    return Output(like_query(p.query, p.v_dim).zero_(), lse, max_score)
