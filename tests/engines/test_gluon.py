@@ -101,3 +101,10 @@ def test_large_backwards_go_in_parts(shape: tuple[int, ...], mask: object, wante
     from tilewise.engines.gpu.bwd_chunks import chunking
 
     assert chunking(problem(shape, mask=mask), 128) == wanted
+
+
+def test_every_engine_tells_the_tile_it_leaves_out() -> None:
+    """Outside the interpreter, where the Triton engine looks its tiles up in a table."""
+    for engine in ENGINES:
+        tile = engine.tile(problem())
+        assert tile is None if engine.name in ("native", "reference") else all([side % 16 == 0 for side in tile or (1,)])

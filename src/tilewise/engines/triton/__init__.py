@@ -47,7 +47,7 @@ class TritonEngine(GpuEngine):
     def tile(self, problem: Problem) -> tuple[int, int]:
         from tilewise.engines.triton.config import table_config
 
-        config = table_config("sparse", problem)
+        config = table_config("sparse_fwd", problem)
         return config.m, config.n
 
     def kernels(self) -> Any:
