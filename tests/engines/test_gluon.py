@@ -5,7 +5,7 @@ import torch
 
 from tilewise import masks
 from tilewise.core.problem import Options, Problem, make_problem
-from tilewise.engines import Request, engine_named
+from tilewise.engines import ENGINES, Request, engine_named
 from tilewise.engines.gluon import GluonEngine
 from tilewise.engines.gluon.config import backward_config, forward_config
 from tilewise.engines.gluon.refusals import refuse_problem, tma_can_load

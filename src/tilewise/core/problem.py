@@ -190,7 +190,8 @@ def to_bhsd(tensor: Tensor, layout: str, heads: int | None, name: str) -> Tensor
             raise InputError(f"{name} has 3 dimensions {tuple(tensor.shape)}: pass heads= for (batch, sequence, heads * head dim), or a 4-D tensor")
         if heads < 1 or tensor.shape[2] % heads:
             raise InputError(f"{name} has {tensor.shape[2]} features, which {heads} heads do not divide")
-        return tensor.unflatten(2, (heads, tensor.shape[2] // heads)).transpose(1, 2)
+        apart: Tensor = tensor.unflatten(2, (heads, tensor.shape[2] // heads))
+        return apart.transpose(1, 2)
     if tensor.dim() != 4:
         raise InputError(f"{name} must have 4 dimensions (layout {layout!r}), or 3 with heads=, got shape {tuple(tensor.shape)}")
     if heads is not None:
@@ -323,7 +324,8 @@ def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:
 def check_scale(scale: Any) -> float:
     if isinstance(scale, Tensor):  # its gradient would be lost
         raise InputError("scale must be a number, got a tensor; a learned scale is a score: score=lambda s, b, h, q, kv: s * scale")
-    return scale
+    number: float = scale
+    return number
 
 
 def check_dropout(p: float) -> float:

@@ -58,7 +58,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     """q @ k^T, whose gradient skips NaN and Inf in q and k: a masked one must not reach dq as 0 * NaN."""
     if bool(q.isfinite().all()) and bool(k.isfinite().all()):
         return q @ k.transpose(-1, -2)
-    finite = _Finite.apply(q) @ _Finite.apply(k).transpose(-1, -2)
+    finite: Tensor = _Finite.apply(q) @ _Finite.apply(k).transpose(-1, -2)
     return finite + (q.detach() @ k.detach().transpose(-1, -2) - finite.detach())
 
 

@@ -114,7 +114,7 @@ library.impl("attention", forward, "CompositeExplicitAutograd")
 library.impl("attention_backward", backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilewise::attention", lib=library)
+@torch.library.register_fake("tilewise::attention", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, value = args[1], args[3]
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -122,7 +122,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return like_query(query, value.shape[3]), rows, torch.empty_like(rows)
 
 
-@torch.library.register_fake("tilewise::attention_backward", lib=library)
+@torch.library.register_fake("tilewise::attention_backward", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     query, key, value, captures, sinks, wanted = args[1], args[2], args[3], args[SCORE_CAPTURES], args[SINKS], args[-1]
 

@@ -483,7 +483,7 @@ _library.define("restricted_runs(Tensor offsets, Tensor start, Tensor count, Ten
 _library.impl("restricted_runs", _restricted, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilewise::restricted_runs", lib=_library)
+@torch.library.register_fake("tilewise::restricted_runs", lib=_library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _restricted_sizes(offsets: Tensor, start: Tensor, count: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     most = _most_runs(rows.shape[0], columns)
     return offsets.new_empty((rows.shape[0] + 1,)), start.new_empty((most,)), count.new_empty((most,))

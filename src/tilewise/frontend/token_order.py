@@ -259,7 +259,8 @@ def _permuted(points: Tensor, dim: int, strips: tuple[int, ...], across: int) ->
 def _unpermuted(tokens: Tensor, dim: int, shape: tuple[int, ...], strips: tuple[int, ...], heights: tuple[int, ...]) -> Tensor:
     """(..., tokens, ...) -> (..., axes of the grid, then as many as `heights` that lie across the strip, ...)"""
     if not strips:
-        return tokens.unflatten(dim, (shape[0], *heights))
+        points: Tensor = tokens.unflatten(dim, (shape[0], *heights))
+        return points
     parts: list[Tensor] = []
     each = prod(shape[1:]) * prod(heights)
     for part, height in _cut(tokens, dim, shape[0], strips[0], each):

@@ -34,7 +34,7 @@ def coverage(tile_map: "TileMap", cells: int) -> Tensor:
             cell = at // g.kv_tiles
             fraction.index_put_((row, cell), sign * ((cell + 1) * g.kv_tiles - at), accumulate=True)
             steps.index_put_((row, cell), torch.tensor(sign * g.kv_tiles), accumulate=True)
-    share = (fraction + torch.cumsum(steps, 1) - steps)[:, :columns]
+    share: Tensor = (fraction + torch.cumsum(steps, 1) - steps)[:, :columns]
     heights = torch.bincount(torch.arange(g.q_tiles) * rows // g.q_tiles, minlength=rows)
     return share.double() / (2 * heights[:, None] * g.kv_tiles)
 

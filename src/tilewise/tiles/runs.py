@@ -202,7 +202,7 @@ _library.define("runs_of_blocks(Tensor counts, Tensor indices, SymInt columns) -
 _library.impl("runs_of_blocks", of_blocks, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilewise::runs_of_blocks", lib=_library)
+@torch.library.register_fake("tilewise::runs_of_blocks", lib=_library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _sizes_of_blocks(counts: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     def integers(size: int) -> Tensor:
         return indices.new_empty((size,), dtype=torch.int32)

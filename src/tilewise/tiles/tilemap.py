@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from tilewise.tiles.runs import Runs, from_entries, from_sets
 # Up to so many tiles, transposing a dense matrix (few operations) is faster than transposing runs (little work). On a CPU: as many as
 # torch handles on one thread.
 DENSE_ON_CPU, DENSE_ON_GPU = 2**14, 2**22
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,11 +42,12 @@ class TileMap:
         if self.mask is None:
             object.__setattr__(self, "given", True)
 
-    def remember(self, name: str, make: Callable[[], Any]) -> Any:
+    def remember(self, name: str, make: Callable[[], Value]) -> Value:
         """The value of `make`, computed once and cached with the map."""
         if name not in self.derived:
             self.derived[name] = make()
-        return self.derived[name]
+        found: Value = self.derived[name]
+        return found
 
     # -- what it covers ----------------------------------------------------------------------------------------------
 

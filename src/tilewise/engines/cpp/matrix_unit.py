@@ -34,7 +34,7 @@ def usable() -> bool:
 
 def _granted() -> bool:
     """Linux grants a process the tile registers only on request, and may refuse."""
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
 
 
 def _try() -> bool:

@@ -48,9 +48,10 @@ def uses_matrix_unit(dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=16)
 def _kernel(name: str, dtype: torch.dtype) -> Callable[[bytes], None]:
-    function = getattr(library_of(kernel_unit("backward" if name == "backward" else "forward", dtype)), f"tilewise_{name}")
+    function: Any = getattr(library_of(kernel_unit("backward" if name == "backward" else "forward", dtype)), f"tilewise_{name}")
     function.argtypes, function.restype = (ctypes.c_char_p,), None
-    return function
+    kernel: Callable[[bytes], None] = function
+    return kernel
 
 
 def forward(p: Problem) -> Output:

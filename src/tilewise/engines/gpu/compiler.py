@@ -87,7 +87,7 @@ def source_class(function: Any, turn: int) -> Any:
 def _in_turn(kind: Any, turn: int) -> Any:
     """A kind of source that one thread reads at a time. What follows, the compiler's passes, threads do at the same time."""
 
-    class InTurn(kind):
+    class InTurn(kind):  # type: ignore[misc]  # one of two classes of Triton's
         def hash(self) -> Any:
             with _reading.wait(turn):
                 return super().hash()

@@ -55,7 +55,12 @@ def generated(entry: str, lines: list[str]) -> Generated:
 def _folder() -> Path:
     """A private folder for this process; removed when it ends, not when a fork of it does."""
     folder, owner = Path(tempfile.mkdtemp(prefix="tilewise-")), os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
     return folder
 
 

@@ -278,4 +278,4 @@ def split_count(p: Problem) -> int:
 @lru_cache(maxsize=64)
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED_SMS
