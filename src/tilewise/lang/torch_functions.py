@@ -11,8 +11,8 @@ import torch
 
 from tilewise.lang.refusals import refuse
 from tilewise.lang.rows import Incomplete, Row, RowProduct
-from tilewise.lang.symbol import Symbol
-from tilewise.lang.tracer import Tracer, tracer_of
+from tilewise.lang.symbol import Symbol, Trace
+from tilewise.lang.tracer import tracer_of
 from tilewise.lang.types import NAME_OF
 
 
@@ -106,7 +106,7 @@ def where_method(input: Any, condition: Any, other: Any) -> Symbol:
     return where(condition, input, other)
 
 
-def truth(tracer: Tracer, x: Any) -> Symbol:
+def truth(tracer: Trace, x: Any) -> Symbol:
     return tracer.cast(Symbol(tracer, tracer.operand(x)), "bool")
 
 
