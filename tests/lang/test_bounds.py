@@ -202,7 +202,7 @@ def test_ranges_over_a_whole_problem_look_into_no_capture() -> None:
     found = ranges(call.program, call, {"b": 1, "h": 3, "q": 100_000, "kv": 70_000})
     by_op = {i.op: r for i, r in zip(call.program.instructions, found, strict=True)}
     assert by_op["mul"] == (0, 99_999 * 69_999)
-    assert by_op["add"].max_score == 99_999 * 69_999 + 5
+    assert by_op["add"].highest == 99_999 * 69_999 + 5
     assert not by_op["mul"].within(*INTEGER_RANGE["i32"])
     assert by_op["load"] == INTEGER_RANGE["i32"]
     assert by_op["float"] == (-float("inf"), float("inf"))
