@@ -96,6 +96,21 @@ define(
     cpp=None,
     special=True,
 )
+define(
+    "fmod",
+    2,
+    meaning=by_first(torch.fmod),
+    result=promote,
+    bounds=intervals.fmod_integer,
+    bounds_of_floats=intervals.fmod_float,
+    takes=numbers,
+    derive=lambda t, g, a, out: (g, emit(t, "neg", emit(t, "mul", g, emit(t, "trunc", emit(t, "div", a[0], a[1]))))),
+    triton="fmod({0}, {1})",
+    triton_of_integers="({0} % {1})",
+    triton_in_float32=True,
+    cpp="fmod({0}, {1})",
+    cpp_of_integers="truncated_remainder({0}, {1})",
+)
 
 
 def _derive_pow(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
