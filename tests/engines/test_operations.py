@@ -14,7 +14,7 @@ def computed(name: str, engine: str, dtype: torch.dtype) -> tuple[torch.Tensor, 
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn((1, 2, 40, 16), generator=generator).to(dtype).requires_grad_() for _ in range(3)]
     out = tw.attention(*inputs, score=SCORES[name], backend=engine)
-    return out, *torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=generator).to(dtype))
+    return out.detach(), *torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=generator).to(dtype))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
