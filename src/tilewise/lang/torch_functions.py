@@ -151,8 +151,8 @@ def masked_fill(input: Any, mask: Any, value: Any) -> Any:
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
-def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    if beta == 1.0 and threshold == 20.0:
+def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
+    if not isinstance(beta, Symbol) and not isinstance(threshold, Symbol) and (beta, threshold) == (1.0, 20.0):
         return tracer_of((input,)).emit("softplus", input)
     scaled = input * beta
     return where(scaled > threshold, input, FUNCTIONS["logaddexp"](scaled, 0.0) / beta)
