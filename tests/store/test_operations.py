@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.support.operation_scores import SCORES
 from tilewise.engines.codegen import Extents, Layout
@@ -42,3 +43,14 @@ def test_every_function_compiles(arch: int, precise: bool) -> None:
     signature = {"p_x": "*fp32", "p_y": "*fp32", "f": ("fp32",) * len(call.floats), "i": ("i32",) * len(call.ints)}
     built = triton.compile(ASTSource(fn=kernel, signature=signature), target=GPUTarget("cuda", arch, 32))
     assert f".target sm_{arch}" in built.asm["ptx"] and len(built.asm["cubin"]) > 0
+
+
+def test_the_hardwares_tanh_is_not_given_float64() -> None:
+    """It would read the lower half of each number."""
+    from tilewise.engines.gpu.emit import Writer
+
+    table = torch.zeros(16, dtype=torch.float64)
+    for function in (torch.tanh, lambda x: functional.gelu(x, approximate="tanh")):
+        call = trace_score((lambda s, b, h, q, kv, f=function: s + f(table[kv]),), torch.float32)
+        lines = Writer(call.program, call, Extents(1, 1, 16, 16), (Layout(True, False),), False, False).lines
+        assert any("tanh" in line for line in lines) and not any("fast_tanh" in line for line in lines)

@@ -161,10 +161,8 @@ class Writer(ProgramWriter):
             text = op.triton_of_bools
         elif computed in INTEGERS and op.triton_of_integers is not None:
             text = op.triton_of_integers
-        elif not self.precise and op.triton_fast is not None:
-            text = op.triton_fast
-        elif self.precise and computed == "f32" and op.triton_precise is not None:
-            text = op.triton_precise
+        elif computed == "f32":
+            text = (op.triton_precise if self.precise else op.triton_fast) or text
         assert text is not None, f"{name} is written by SPECIAL"
         return text
 

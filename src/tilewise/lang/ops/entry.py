@@ -45,7 +45,7 @@ class Op:
     bounds_of_bools: Callable[..., Interval] | None = None
     triton_of_integers: str | None = None
     triton_of_bools: str | None = None
-    triton_fast: str | None = None  # good enough for scores of 16-bit inputs
+    triton_fast: str | None = None  # of float32: good enough for scores of 16-bit inputs
     triton_precise: str | None = None  # of float32, where every rounding counts: some of Triton's own are off by a bit or two
     triton_in_float32: bool = False  # 16-bit floats are computed in float32, as torch does: Triton's function takes no others, or rounds on the way
     cpp_of_integers: str | None = None
