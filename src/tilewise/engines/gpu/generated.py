@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.gpu.kernels.primitives import add_fixed, add_share, fast_tanh, gauge_share, load_unpipelined, power, quotient, round_even, tanh
+from tilewise.engines.gpu.kernels.primitives import atan, atan2, cosh, erfc, expm1, fmod, log10, log1p, logaddexp, sinh, softplus, tan
 
 """
 
