@@ -265,7 +265,8 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
     """Everything but the compiler is real; nothing is stored."""
     from tilewise.core import store
     from tilewise.engines.gpu import background_build
-    from tilewise.engines.gpu.kernel_cache import KernelRequest, load_or_build
+    from tilewise.engines.gpu.kernel_cache import load_or_build
+    from tilewise.engines.gpu.kernel_request import KernelRequest
     from tilewise.engines.gpu.launch import request_of
     from tilewise.engines.registry import engine_named
     from tilewise.engines.triton import aot

@@ -4,7 +4,7 @@ import ctypes
 import json
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def _runs(tile_map: "TileMap") -> tuple[tuple[str, Runs], tuple[str, Runs]]:
     return ("partial", tile_map.partial), ("full", tile_map.full)
 
 
-def load(path: Path) -> "TileMap":
+def load(path: Path) -> Stored:
     with path.open("rb") as raw:
         try:
             with zipfile.ZipFile(raw) as file:
@@ -60,9 +60,18 @@ def load(path: Path) -> "TileMap":
             raise InputError(f"{path} is not a tile map or is damaged: {error or type(error).__name__}") from error
 
 
-def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> "TileMap":
-    from tilewise.tiles.tilemap import TileMap
+class Stored(NamedTuple):
+    """A map as it was written."""
 
+    geometry: Geometry
+    partial: Runs
+    full: Runs
+    mask: BoundProgram | None
+    name: str
+    given: bool
+
+
+def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> Stored:
     batch, heads, q_len, kv_len, q_tile, kv_tile = map(int, header["geometry"])
     if min(batch, heads, q_len, kv_len) < 0 or min(q_tile, kv_tile) < 1:
         raise InputError(f"its lengths and tiles are {header['geometry']}")
@@ -71,7 +80,7 @@ def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> "TileMap":
     if not (_fits(partial, geometry) and _fits(full, geometry) and _apart(partial, full)):
         raise InputError(f"its runs do not fit a map of {geometry.q_tiles} x {geometry.kv_tiles} tiles")
     mask = _read_mask(header["mask"], tensors) if "mask" in header else None
-    return TileMap(geometry, partial, full, mask, str(header["name"]), bool(header["given"]))
+    return Stored(geometry, partial, full, mask, str(header["name"]), bool(header["given"]))
 
 
 def _read_mask(stored: dict[str, Any], tensors: dict[str, Tensor]) -> BoundProgram:

@@ -212,7 +212,7 @@ class TileMap:
         """Read a map that `save` wrote."""
         from tilewise.tiles.storage import load
 
-        return load(Path(path))
+        return TileMap(*load(Path(path)))
 
 
 def from_call(call: BoundProgram, geometry: Geometry, name: str, device: torch.device | str, look: Look | None = None) -> TileMap:

@@ -20,10 +20,10 @@ from tilewise.engines.gpu.mods import gain_of
 from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.triton import fixed_point, launches
-from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SPARSE, table_config
+from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SHIFT_TERMS, SPARSE, table_config
 from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
-from tilewise.engines.triton.launches import MAX_SPLITS, SHIFT_TERMS
+from tilewise.engines.triton.launches import MAX_SPLITS
 
 PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT, INTERPRETED_SMS = 2, 2, 4, 4
 
