@@ -47,6 +47,17 @@ def _runs(tile_map: "TileMap") -> tuple[tuple[str, Runs], tuple[str, Runs]]:
     return ("partial", tile_map.partial), ("full", tile_map.full)
 
 
+class Stored(NamedTuple):
+    """A map as it was written."""
+
+    geometry: Geometry
+    partial: Runs
+    full: Runs
+    mask: BoundProgram | None
+    name: str
+    given: bool
+
+
 def load(path: Path) -> Stored:
     with path.open("rb") as raw:
         try:
@@ -58,17 +69,6 @@ def load(path: Path) -> Stored:
             return _read(header, tensors)
         except Exception as error:  # there are too many ways for a file to be damaged to list them
             raise InputError(f"{path} is not a tile map or is damaged: {error or type(error).__name__}") from error
-
-
-class Stored(NamedTuple):
-    """A map as it was written."""
-
-    geometry: Geometry
-    partial: Runs
-    full: Runs
-    mask: BoundProgram | None
-    name: str
-    given: bool
 
 
 def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> Stored:
