@@ -83,7 +83,7 @@ def test_explain_tells_whose_the_backward_is(asked: dict[str, object], reason: s
 
 
 def test_a_deterministic_backward_is_the_triton_engines() -> None:
-    assert "the same every time" in engine_named("gluon").says(problem().with_tensors(deterministic=True))
+    assert "the same every time" in engine_named("gluon").says(problem().replaced(deterministic=True))
 
 
 @pytest.mark.parametrize(

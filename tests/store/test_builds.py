@@ -253,7 +253,7 @@ def test_without_gradients_no_backward_is_built() -> None:
     from tilewise.engines.gpu import background_build
 
     plain = problem()
-    plain = plain.with_tensors(query=plain.query.detach(), key=plain.key.detach(), value=plain.value.detach())
+    plain = plain.replaced(query=plain.query.detach(), key=plain.key.detach(), value=plain.value.detach())
     assert background_build.wanted_gradients(plain) is None
     with torch.inference_mode():
         assert background_build.wanted_gradients(problem()) is None

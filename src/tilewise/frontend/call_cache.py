@@ -43,7 +43,7 @@ class CachedCall(NamedTuple):
         """The problem of a call like the one this was made for."""
         held = key.held
         tiles = None if self.tiles is None else held[self.tiles]
-        return self.problem.with_tensors(
+        return self.problem.replaced(
             query=query,
             key=k,
             value=value,
@@ -88,7 +88,7 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
     tensors = [*captures, *[t for t in (problem.sinks, problem.tiles) if t is not None]]
     if any([id(t) not in places for t in tensors]) or not all([c.repeatable for c in programs]):
         return cached
-    bare = problem.with_tensors(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
+    bare = problem.replaced(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
     kept = cached._replace(
         problem=bare,
         mask=() if problem.mask is None or problem.tiles is not None else tuple([places[id(t)] for t in problem.mask.captures]),

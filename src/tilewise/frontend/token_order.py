@@ -76,7 +76,7 @@ def best_permutation(engine: Engine, problem: Problem) -> TokenPermutation | Non
 def token_permute(permutation: TokenPermutation, problem: Problem) -> Problem:
     """The problem with its tokens in another order: tensors copied, mask and score rewritten."""
     p = problem
-    return p.with_tensors(
+    return p.replaced(
         query=permutation.permute(p.query, 2),
         key=_permute_keys(permutation, p.key),
         value=_permute_keys(permutation, p.value),

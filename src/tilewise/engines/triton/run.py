@@ -89,7 +89,7 @@ class Decode:
 def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
     if p.score is not None and not all([p.score.captures[k].is_contiguous() for k in wanted]):  # their gradients are added up as if they were
         captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
-        p, plan = p.with_tensors(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
+        p, plan = p.replaced(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
     if tile_span(grad_out) >= MAX_TILE_SPAN:
         grad_out = grad_out.contiguous()
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
