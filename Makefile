@@ -18,8 +18,9 @@ test: .venv/.ready  ## run the tests (ARGS='-k causal' passes options to pytest)
 	$(BIN)/python -m pytest -n 2 -q $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/interpreter
 
-lint: .venv/.ready  ## check style and types
+lint: .venv/.ready  ## check style, format and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 bench: .venv/.ready  ## run the benchmarks (BENCHMARKS='benchmarks/gpu.py' chooses)

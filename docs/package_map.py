@@ -68,8 +68,8 @@ def layer_of(module: str) -> str:
 
 
 def imports_of(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
-    """(line, module below tilewise) of every import in a file, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """(line, module below tilewise) of every import in a file, those inside functions included; what only type checkers read is left out."""
+    for node in _walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "tilewise":
@@ -82,6 +82,13 @@ def imports_of(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
                 for alias in node.names:
                     inner = f"{module}.{alias.name}" if module else alias.name
                     yield node.lineno, inner if inner in known else module or "__init__"
+
+
+def _walk(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            yield from _walk(node)
 
 
 def graph() -> dict[str, set[str]]:

@@ -64,7 +64,7 @@ def test_the_picture_in_the_docs_is_up_to_date() -> None:
 def test_imports_are_read_from_functions_too(tmp_path: Path) -> None:
     source = tmp_path / "example.py"
     source.write_text(
-        "import tilewise\nfrom tilewise import masks, TileMap\ndef f():\n    from tilewise.engines.blocked import Walk\n    import tilewise.lang.ops\n"
+        "import tilewise\nfrom tilewise import masks, TileMap\ndef f():\n    from tilewise.engines.blocked import TileLoop\n    import tilewise.lang.ops\n"
     )
     assert {target for _, target in package_map.imports_of(source, MODULES)} == {"__init__", "masks", "engines.blocked", "lang.ops"}
 

@@ -13,6 +13,7 @@ from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_e
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
+from tilewise.frontend.call_key import key_of
 from tilewise.frontend.dispatch import check_name, is_logged, log, must_choose, observers, requested_backend, tell_observers
 from tilewise.frontend.token_order import token_permute, token_unpermute
 from tilewise.scores import ScoreFunction
@@ -84,7 +85,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     The call cache skips all but the last for a call like an earlier one. lse is empty where the engine returns none, and may be where it is not needed.
     """
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
-    call_key = call_cache.key_of(query, key, value, mask, score, options, request.backend, needs_lse)
+    call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
     cached = call_cache.find(call_key)
     if cached is None:
         check_name(request.backend, request.source)

@@ -119,7 +119,7 @@ def flex_attention(
 
 
 def mask_for(block_mask: Any, query: Tensor, key: Tensor) -> Any:
-    """A block mask as the tiles it stands for, if it fits the call; other masks as they are."""
+    """A block mask as a tile map, after checking that it fits the call; other masks unchanged."""
     if not isinstance(block_mask, BlockMask) and not _is_torchs(block_mask):
         return block_mask
     if tuple(block_mask.BLOCK_SIZE) == (COVERS_ALL, COVERS_ALL):
@@ -136,12 +136,12 @@ def mask_for(block_mask: Any, query: Tensor, key: Tensor) -> Any:
 
 
 def _is_torchs(mask: Any) -> bool:
-    """torch's BlockMask is known by its lists, so that torch's module need not be imported."""
+    """Recognises torch's BlockMask by its attributes, without importing torch's module."""
     return not callable(mask) and hasattr(mask, "kv_num_blocks") and hasattr(mask, "kv_indices")
 
 
 def _made_for_one(tiles: TileMap, query: Tensor) -> bool:
-    """Whether a map of batch or head number 0 is used for several though its mask tells them apart: then the mask alone is right."""
+    """Whether a map built for one batch element or head is used for several, though its mask depends on b or h: then only the mask is right."""
     if tiles.given or tiles.mask is None:
         return False
     uses = tiles.mask.program.uses
@@ -172,11 +172,11 @@ def _check_kernel_options(options: Any) -> None:
     if not isinstance(options, (dict, Mapping)):
         raise InputError(f"kernel_options must be a dict of FlexKernelOptions, got {type(options).__name__}")
     if options and not torch.compiler.is_compiling():
-        _say_once("kernel_options tune torch's own kernels and have no effect on tilewise's")
+        _log_once("kernel_options tune torch's own kernels and have no effect on tilewise's")
 
 
 @cache
-def _say_once(message: str) -> None:
+def _log_once(message: str) -> None:
     logger.info(message)
 
 
@@ -204,7 +204,7 @@ def create_block_mask(
     if not callable(mask_mod):
         raise InputError(f"create_block_mask takes a function of (b, h, q, kv), got {type(mask_mod).__name__}")
     if compute_dq_write_order and not torch.compiler.is_compiling():
-        _say_once("compute_dq_write_order is for torch's own kernels and has no effect on tilewise's")
+        _log_once("compute_dq_write_order is for torch's own kernels and has no effect on tilewise's")
     sizes = (1 if B is None else B, 1 if H is None else H)
     return BlockMask.from_mask(mask_mod, *sizes, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE, separate_full_blocks)
 
@@ -233,7 +233,7 @@ def _is_score_function(function: Callable[..., Any]) -> bool:
 
 
 def _device(device: Any) -> torch.device:
-    """As torch chooses: the accelerator there is, unless a device is given."""
+    """torch's default: the current accelerator if there is one, unless a device is given."""
     if device is not None:
         return torch.device(device)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -39,11 +39,9 @@ def scaled_dot_product_attention(
     if not query.is_nested and not enable_gqa:
         query, key, value = _broadcast(query, key, value)
     mask = _mask(attn_mask, query, key)
-    if query.dim() == 4:
-        return attend(query, key, value, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    q, k, v = (_four_dimensional(t) for t in (query, key, value))
-    out = attend(q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    q, k, v = (query, key, value) if query.dim() == 4 else (_four_dimensional(t) for t in (query, key, value))
+    out: Tensor = attend(q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backend: str | None = None, **options: Any) -> Any:

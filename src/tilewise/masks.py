@@ -20,19 +20,19 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 class Grid(NamedTuple):
-    """The row-major grid whose points a mask's tokens are, and how many of them a token sees along every axis."""
+    """The row-major grid that a mask's tokens lie on, and how many of them a token sees along each axis."""
 
     shape: tuple[int, ...]
     window: tuple[int, ...]
 
 
 class Covers(NamedTuple):
-    """How far a mask or score is defined: beyond, what it loads would be its last element again and again."""
+    """How far a mask or score is defined along an axis: beyond it, loads would repeat the last element."""
 
     what: str
     axis: str  # b, h, q or kv
     size: int
-    exactly: bool = False  # more of it would be left out without a word
+    exactly: bool = False  # a smaller problem is wrong too: the rest would be silently ignored
 
 
 def covers(what: str, *, exactly: bool = False, **sizes: int) -> tuple[Covers, ...]:
@@ -53,18 +53,18 @@ class Mask:
     @property
     def name(self) -> str:
         """What the mask is, with its parameters: `causal & sliding_window(1024)`."""
-        parts = [p._name_within(self._label) if isinstance(p, Mask) else str(p) for p in self._parameters]
+        operands = [p._name_within(self._label) if isinstance(p, Mask) else str(p) for p in self._parameters]
         if self._label in ("&", "|"):
-            return f" {self._label} ".join(parts)
+            return f" {self._label} ".join(operands)
         if self._label == "~":
-            return "~" + parts[0]
-        return f"{self._label}({', '.join(parts)})" if parts else self._label
+            return "~" + operands[0]
+        return f"{self._label}({', '.join(operands)})" if operands else self._label
 
     def _name_within(self, operator: str) -> str:
-        """The name as an operand: in parentheses where another operator would tear it apart."""
+        """The name as an operand: in parentheses if it contains another operator."""
         return f"({self.name})" if self._label in ("&", "|") and self._label != operator else self.name
 
-    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:  # torch's FlexAttention counts these: none may have a default
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:  # torch's FlexAttention counts the parameters without a default
         return self.function(b, h, q, kv)
 
     def __and__(self, other: "Mask | MaskFunction") -> "Mask":
@@ -98,7 +98,7 @@ class Mask:
 
 
 def logical_not(allowed: Any) -> Any:
-    """~ of a traced value; a mask may also return a plain bool, of which ~ would be an integer."""
+    """~ of a traced value, or `not` of a plain bool, which a mask may also return (~True is -2)."""
     return not allowed if isinstance(allowed, bool) else ~allowed
 
 
@@ -116,7 +116,7 @@ def _combine(left: Mask, right: Mask, operator: str) -> Mask:
 
 
 def _common_grid(left: Grid | None, right: Grid | None, operator: str) -> Grid | None:
-    """Of what both masks allow, either's grid; of what one of them allows, a grid that both have."""
+    """For &, the grid of either mask; for |, a grid that both have. Windows combine accordingly."""
     if left is None or right is None:
         return None if operator == "|" else left if right is None else right
     if left.shape != right.shape:
@@ -134,8 +134,22 @@ def as_mask(function: "Mask | MaskFunction") -> Mask:
     return Mask(function, name_of(function).strip("'"))
 
 
+def broadcast_load(tensor: Tensor) -> MaskFunction:
+    """f(b, h, q, kv) = tensor[b, h, q, kv], broadcast from the right as torch does: missing dimensions are left out, those of size 1 are indexed by 0.
+
+    The closure holds a tensor and a tuple of bools, nothing mutable, so that calls with it can be cached.
+    """
+    is_one = tuple([size == 1 for size in tensor.shape])
+
+    def load(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        at = (b, h, q, kv)[4 - len(is_one) :]
+        return tensor[tuple([0 if one else i for one, i in zip(is_one, at, strict=True)])]
+
+    return load
+
+
 def at_most(value: Any, limit: int) -> Any:
-    """value <= limit, written as a comparison with 0: torch.compile cannot follow a symbol compared with an int that varies."""
+    """value <= limit, written as a comparison with 0: torch.compile cannot trace a comparison with an int that varies."""
     return value - limit <= 0
 
 
@@ -171,7 +185,7 @@ def dilated_window(reach: int, dilation: int) -> Mask:
 
 
 def prefix_lm(prefix: int | Tensor) -> Mask:
-    """Everyone sees the first `prefix` keys (a number, or one per batch element), the rest is causal."""
+    """All queries see the first `prefix` keys (a number, or one per batch element); the rest is causal."""
     if isinstance(prefix, Tensor):
         lengths = _integers(prefix, 1, "prefix_lm")
         return Mask(lambda b, h, q, kv: (kv < lengths[b]) | (q >= kv), "prefix_lm", "per batch", covers=covers("prefix_lm", b=len(lengths)))
@@ -298,9 +312,9 @@ def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mas
 
 
 def on_grid(mask: "Mask | MaskFunction", shape: Sequence[int], window: int | Sequence[int]) -> Mask:
-    """The same mask, and the knowledge that its tokens are the points of a 2-D or 3-D grid (row-major) and see about `window` along every axis.
+    """The same mask, with the hint that its tokens lie on a row-major 2-D or 3-D grid and see about `window` tokens along each axis.
 
-    It may then be computed with the tokens in the order of small patches, where that leaves less to compute. The result is the same.
+    tilewise may then reorder the tokens into small patches, if that leaves less to compute. The result is the same.
     """
     known = as_mask(mask)
     return Mask(known.function, known._label, *known._parameters, grid=Grid(*_grid(shape, window, "on_grid")), covers=known.covers)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.masks import Covers, Mask, covers
+from tilewise.masks import Covers, Mask, broadcast_load, covers
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -42,7 +42,7 @@ class Score:
 
 
 class Sinks(Score):
-    """One logit per query head that takes part in the softmax's denominator and attends to nothing."""
+    """One logit per query head, which enters the softmax's denominator but has no value."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__(lambda score, b, h, q, kv: score, "sinks")
@@ -68,7 +68,7 @@ def alibi(heads: int | Tensor) -> Score:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """2^(-8/n), 2^(-16/n), ... for n heads; other counts than powers of two interleave the next power's, as the paper does."""
+    """2^(-8/n), 2^(-16/n), ... for n heads; if n is no power of two, interleaved with the next power's, as in the paper."""
     if heads < 1:
         raise InputError(f"alibi takes at least one head, got {heads}")
     power = 2 ** math.floor(math.log2(heads))
@@ -129,15 +129,10 @@ def bias(tensor: Tensor) -> Score:
     """score + tensor, broadcast from the right over (b, h, q, kv) as torch broadcasts."""
     if not 1 <= tensor.dim() <= 4 or not tensor.is_floating_point():
         raise InputError(f"bias takes a float tensor that broadcasts to (B, H, Sq, Skv), got {tensor.dtype} of shape {tuple(tensor.shape)}")
-    broadcast = [size == 1 for size in tensor.shape]
-
-    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        place = (b, h, q, kv)[4 - len(broadcast) :]
-        return score + tensor[tuple([0 if one else i for one, i in zip(broadcast, place, strict=True)])]
-
+    load = broadcast_load(tensor)
     axes = zip(("b", "h", "q", "kv")[4 - tensor.dim() :], tensor.shape, strict=True)
     known = tuple([Covers("bias", axis, size, exactly=axis in ("b", "h")) for axis, size in axes if size != 1])
-    return Score(biased, "bias", *tensor.shape, covers=known)
+    return Score(lambda score, b, h, q, kv: score + load(b, h, q, kv), "bias", *tensor.shape, covers=known)
 
 
 def distance_decay(rate: float | Tensor) -> Score:
@@ -151,7 +146,7 @@ def distance_decay(rate: float | Tensor) -> Score:
 
 
 def coverage(functions: Sequence[Any]) -> list[Covers]:
-    """What the masks and scores of this library among these functions are made for."""
+    """The sizes that those of these functions that are tilewise masks or scores are made for."""
     return [known for function in functions if isinstance(function, (Mask, Score)) for known in function.covers]
 
 

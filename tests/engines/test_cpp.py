@@ -113,7 +113,7 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Te
 @available
 @pytest.mark.parametrize("name", ["causal", "alibi, then softcap", "gqa 6 over 2, mask per head", "strides: sliced", "head dim 59", "bare tiles"])
 def test_bfloat16_on_plain_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "by_matrices", lambda dtype: False)
+    monkeypatch.setattr(run, "uses_matrix_unit", lambda dtype: False)
     run._kernel.cache_clear()
     try:
         check(next(c for c in CASES if c.name == name), "cpp", "cpu", torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.generated import captures, function_of, trees
+from tests.support.generated import ROUNDING, WAVES, captures, function_of, trees
 from tests.support.programs import trace_value
 from tilewise.engines.cpp import compiler, missing
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, score_source
@@ -69,6 +69,22 @@ def test_generated_programs(axes: Axes) -> None:
 def test_an_integer_has_no_negative_zero(axes: Axes) -> None:
     """-0.5 as an integer is 0, and as a float again 0, not -0: what is divided by it has the sign it had."""
     check([(("//", ("score",), ("cast", "int64", ("score",))), 0)], axes)
+
+
+ODD, SOME = ("load", "odd", ("index", "kv")), ("load", "slopes", ("index", "q"))
+OF_ONE = (*ROUNDING, *WAVES, "tan", "isfinite", "isnan", "isinf")
+OF_TWO = ("+", "-", "*", "/", "minimum", "maximum", "clamp_min", "clamp_max", "atan2", "logaddexp")
+
+
+@pytest.mark.parametrize("axes", [BY_QUERY, BY_KEY], ids=lambda a: a.name)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_function_of_odd_numbers(dtype: str, axes: Axes) -> None:
+    """0, -0, infinities, NaN, the smallest and the largest, in every precision."""
+    odd, some = ("cast", dtype, ODD), ("cast", dtype, SOME)
+    one = [((name, x), seed) for name in OF_ONE for x in (odd, some) for seed in range(2)]
+    two = [((name, x, y), 0) for name in OF_TWO for x, y in ((odd, some), (some, odd), (("score",), odd))]
+    remainders = [(("fmod", x, ("number", n)), 0) for x in (("score",), some) for n in (0.75, -2.0, 0.0, float("inf"), float("nan"))]
+    check([*one, *two, *remainders, (("fmod", ("score",), some), 0)], axes)
 
 
 def check(programs: list[tuple[Any, int]], axes: Axes) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.engines.dropout import keep_scale, kept, philox, threshold
+from tilewise.engines.dropout import dropout_keep, keep_scale, philox, threshold
 
 # Random123's known answers for philox4x32-10: counter, key, result.
 ONES = 0xFFFFFFFF
@@ -46,7 +46,7 @@ def indices(*sizes: int) -> list[Tensor]:
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
 def test_grouping_is_the_documented_one(p: float) -> None:
     seed = 0x0123456789ABCDEF
-    found = kept(p, seed, *indices(2, 3, 19, 37))
+    found = dropout_keep(p, seed, *indices(2, 3, 19, 37))
     for b, h, i, j in torch.cartesian_prod(*indices(2, 3, 19, 37)).tolist():
         assert bool(found[b, h, i, j]) == kept_by_hand(p, seed, b, h, i, j)
 
@@ -57,23 +57,23 @@ def test_eight_elements_share_one_word_group() -> None:
     found = [(0, 0), (0, 1), (0, 8), (0, 9), (8, 0), (8, 1), (8, 8), (8, 9)]
     for (i, j), half in zip(found, halves, strict=True):
         for p in (half / 65536, (half + 1) / 65536):  # the thresholds just at and just above the half
-            assert bool(kept(p, 5, *indices(1, 1, 16, 16))[0, 0, i, j]) == (half >= round(p * 65536))
+            assert bool(dropout_keep(p, 5, *indices(1, 1, 16, 16))[0, 0, i, j]) == (half >= round(p * 65536))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**63 - 1])
 def test_any_slicing_gives_the_same_decisions(seed: int) -> None:
-    whole = kept(0.4, seed, *indices(2, 3, 70, 90))
+    whole = dropout_keep(0.4, seed, *indices(2, 3, 70, 90))
     generator = torch.Generator().manual_seed(seed % 1000)
     for _ in range(20):
         picks = [torch.randperm(n, generator=generator)[: 1 + int(torch.randint(0, n, (), generator=generator))] for n in (2, 3, 70, 90)]
         b, h, q, kv = picks
-        assert torch.equal(kept(0.4, seed, b, h, q, kv), whole[b][:, h][:, :, q][..., kv])
+        assert torch.equal(dropout_keep(0.4, seed, b, h, q, kv), whole[b][:, h][:, :, q][..., kv])
 
 
 def test_far_positions() -> None:
     """Nothing overflows at the largest positions a counter holds."""
     far = torch.tensor([2**31 - 1, 2**31, 2**32 - 2])
-    found = kept(0.5, 7, torch.tensor([0, 70000]), torch.tensor([0, 255]), far, far)
+    found = dropout_keep(0.5, 7, torch.tensor([0, 70000]), torch.tensor([0, 255]), far, far)
     for n, b in enumerate((0, 70000)):
         for m, h in enumerate((0, 255)):
             for r, i in enumerate(far.tolist()):
@@ -84,7 +84,7 @@ def test_far_positions() -> None:
 @pytest.mark.parametrize("axis", range(4))
 def test_neighbours_are_independent(axis: int) -> None:
     """Agreement between neighbours along every axis is that of fair coins."""
-    found = kept(0.5, 3, *indices(8, 8, 64, 64))
+    found = dropout_keep(0.5, 3, *indices(8, 8, 64, 64))
     one, other = found.narrow(axis, 0, found.shape[axis] - 1), found.narrow(axis, 1, found.shape[axis] - 1)
     agree, count = (one == other).double().mean().item(), one.numel()
     assert abs(agree - 0.5) < 5 * 0.5 / count**0.5
@@ -94,4 +94,4 @@ def test_threshold_and_scale() -> None:
     assert threshold(0.0) == 0 and threshold(1.0) == 65536 and threshold(0.5) == 32768
     assert keep_scale(0.0) == 1.0 and keep_scale(0.5) == 2.0 and keep_scale(1.0) == 0.0
     assert keep_scale(0.1) == pytest.approx(1 / 0.9, rel=1e-4)
-    assert kept(0.0, 1, *indices(1, 2, 32, 32)).all() and not kept(1.0, 1, *indices(1, 2, 32, 32)).any()
+    assert dropout_keep(0.0, 1, *indices(1, 2, 32, 32)).all() and not dropout_keep(1.0, 1, *indices(1, 2, 32, 32)).any()

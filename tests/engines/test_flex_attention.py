@@ -216,7 +216,7 @@ def test_errors(call: Callable[[], Any], kind: type[Exception], text: str) -> No
 
 def test_kernel_options_are_said_once_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = tensors(20)
-    ours._say_once.cache_clear()
+    ours._log_once.cache_clear()
     options: ours.FlexKernelOptions = {"BLOCK_M": 32, "BACKEND": "TRITON"}
     with caplog.at_level(logging.INFO, "tilewise"):
         assert_close(ours.flex_attention(q, k, v, kernel_options=options), ours.flex_attention(q, k, v, kernel_options=options))

@@ -5,7 +5,7 @@ import torch
 
 from tilewise import masks
 from tilewise.core.problem import Options, Problem, make_problem
-from tilewise.engines import Request, engine_named
+from tilewise.engines import ENGINES, Request, engine_named
 from tilewise.engines.gluon import GluonEngine
 from tilewise.engines.gluon.config import backward_config, forward_config
 from tilewise.engines.gluon.refusals import refuse_problem, tma_can_load
@@ -83,7 +83,7 @@ def test_explain_tells_whose_the_backward_is(asked: dict[str, object], reason: s
 
 
 def test_a_deterministic_backward_is_the_triton_engines() -> None:
-    assert "the same every time" in engine_named("gluon").says(problem().with_tensors(deterministic=True))
+    assert "the same every time" in engine_named("gluon").says(problem().replaced(deterministic=True))
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,10 @@ def test_large_backwards_go_in_parts(shape: tuple[int, ...], mask: object, wante
     from tilewise.engines.gpu.bwd_chunks import chunking
 
     assert chunking(problem(shape, mask=mask), 128) == wanted
+
+
+def test_every_engine_tells_the_tile_it_leaves_out() -> None:
+    """Outside the interpreter, where the Triton engine looks its tiles up in a table."""
+    for engine in ENGINES:
+        tile = engine.tile(problem())
+        assert tile is None if engine.name in ("native", "reference") else all([side % 16 == 0 for side in tile or (1,)])

@@ -13,7 +13,7 @@ from tilewise import masks, scores
 from tilewise.core.map_cache import contents_key, maps
 from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines.gpu.limits import NO_TRITON
-from tilewise.frontend import call_cache
+from tilewise.frontend.call_key import key_of
 
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 
@@ -36,7 +36,7 @@ class Asked:
     def call_key(self) -> Any:
         table, window = self.table, self.window
         mask = lambda b, h, q, kv: (q - kv < window) & (table[q] >= 0)  # one code object for all, with other cells each time
-        found = call_cache.key_of(self.query, self.key, self.value, mask, None, self.options, self.backend, self.needs_lse)
+        found = key_of(self.query, self.key, self.value, mask, None, self.options, self.backend, self.needs_lse)
         assert found is not None
         return found.key
 
@@ -75,6 +75,7 @@ COVERED: dict[str, Callable[[Asked], None]] = {
     "dropout": replaced("options", lambda o: o._replace(dropout_p=0.5)),
     "is_causal": replaced("options", lambda o: o._replace(is_causal=True)),
     "deterministic": replaced("options", lambda o: o._replace(deterministic=True)),
+    "a gradient of query": lambda a: a.query.requires_grad_(),
     "a seed": replaced("options", lambda o: o._replace(seed=1)),
 }
 NOT_COVERED: dict[str, Callable[[Asked], None]] = {
@@ -115,6 +116,19 @@ def test_the_call_key_covers_torchs_switches(switch: str) -> None:
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_float32_matmul_precision(precision)
+
+
+def test_the_call_key_covers_the_mode_of_gradients() -> None:
+    a = asked()
+    before = a.call_key()
+    with torch.no_grad():
+        assert a.call_key() != before
+    table = torch.zeros(8)
+    learned = lambda: key_of(a.query, a.key, a.value, None, lambda s, b, h, q, kv: s + table[q], a.options, "cpp", False)
+    plain = learned()
+    assert plain is not None and plain.key == learned().key
+    table.requires_grad_()
+    assert plain.key != learned().key
 
 
 def test_positive_and_negative_zero_are_different_numbers() -> None:

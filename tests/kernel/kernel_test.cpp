@@ -49,7 +49,7 @@ static void check(const Shape& s, bool panels) {
     Array out(s.batch, s.heads, s.n_q, s.dv), dout(s.batch, s.heads, s.n_q, s.dv);
     const i64 rows = s.batch * s.heads * s.n_q, tiles = (s.n_q + LANES - 1) / LANES, key_tiles = (s.n_kv + KEYS - 1) / KEYS;
     real* lse = new real[rows];
-    real* highest = new real[rows];
+    real* max_score = new real[rows];
     const double scale = 1 / sqrt((double)s.d);
     // the map of a causal mask: every tile is partial
     i32 *offsets = new i32[tiles + 1], *start = new i32[tiles], *count = new i32[tiles], *order = new i32[tiles + key_tiles], *none = new i32[tiles + key_tiles + 1]();
@@ -64,16 +64,16 @@ static void check(const Shape& s, bool panels) {
     memset((void*)&f, 0, sizeof f);
     Problem& p = f.problem;
     p = Problem{tilewise_run, s.threads, s.batch, s.heads, s.kv_heads, s.n_q, s.n_kv, s.d, s.dv, q.tensor(), k.tensor(), v.tensor(), {}, {}, {}, nullptr, scale, 1.0, 0, 0};
-    p.walk.rows = tiles, p.walk.tile = LANES, p.walk.other_tile = KEYS;
+    p.schedule.rows = tiles, p.schedule.tile = LANES, p.schedule.other_tile = KEYS;
     if (s.masked) {
-        p.walk.order = order;
-        p.walk.partial = {offsets, start, count};
-        p.walk.full = {none, nullptr, nullptr};
+        p.schedule.order = order;
+        p.schedule.partial = {offsets, start, count};
+        p.schedule.full = {none, nullptr, nullptr};
         p.mask.by_query = (void*)causal;
     }
     f.out = out.tensor();
     f.lse = lse;
-    f.highest = highest;
+    f.max_score = max_score;
     real *k_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.d], *v_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.dv];
     uint8_t* finite = new uint8_t[s.batch * s.kv_heads * key_tiles];
     if (panels) f.packed = {k_panels, v_panels, finite};
@@ -83,8 +83,8 @@ static void check(const Shape& s, bool panels) {
     Backward b;
     memset((void*)&b, 0, sizeof b);
     b.problem = p;
-    b.problem.walk.rows = key_tiles, b.problem.walk.tile = KEYS, b.problem.walk.other_tile = LANES;
-    if (s.masked) b.problem.walk.order = order + tiles, b.problem.walk.partial = {t_offsets, t_start, t_count};
+    b.problem.schedule.rows = key_tiles, b.problem.schedule.tile = KEYS, b.problem.schedule.other_tile = LANES;
+    if (s.masked) b.problem.schedule.order = order + tiles, b.problem.schedule.partial = {t_offsets, t_start, t_count};
     b.out = out.tensor();
     b.grad_out = dout.tensor();
     b.lse = lse;
@@ -93,10 +93,10 @@ static void check(const Shape& s, bool panels) {
     real *q_rows = new real[s.batch * s.heads * blocks * LANES * dp], *do_rows = new real[s.batch * s.heads * blocks * LANES * dvp];
     b.chunks = at_least(1, at_most(2, key_tiles));
     real* dq_lanes = new real[b.chunks * s.batch * s.heads * blocks * dp * LANES];
-    uint8_t* begun = new uint8_t[b.chunks * s.batch * s.heads * blocks]();
+    uint8_t* dq_written = new uint8_t[b.chunks * s.batch * s.heads * blocks]();
     ELEMENT *dq = new ELEMENT[rows * s.d], *dk = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.d], *dv = new ELEMENT[s.batch * s.kv_heads * s.n_kv * s.dv];
     b.delta = delta, b.blocks = blocks, b.blocks_per_tile = 1, b.q_lanes = q_lanes, b.do_lanes = do_lanes, b.q_rows = q_rows, b.do_rows = do_rows;
-    b.dq_lanes = dq_lanes, b.begun = begun, b.dq = dq, b.dk = dk, b.dv = dv, b.groups = b.chunks * s.batch * s.kv_heads;
+    b.dq_lanes = dq_lanes, b.dq_written = dq_written, b.dq = dq, b.dk = dk, b.dv = dv, b.groups = b.chunks * s.batch * s.kv_heads;
     back::tilewise_backward(&b);
 
     worst = 0;
@@ -131,8 +131,8 @@ static void check(const Shape& s, bool panels) {
     }
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.d; x++) expect(widen(dk[x]), want_dk[x]);
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.dv; x++) expect(widen(dv[x]), want_dv[x]);
-    delete[] lse, delete[] highest, delete[] offsets, delete[] start, delete[] count, delete[] order, delete[] none, delete[] t_offsets, delete[] t_start, delete[] t_count;
-    delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] begun, delete[] dq, delete[] dk, delete[] dv;
+    delete[] lse, delete[] max_score, delete[] offsets, delete[] start, delete[] count, delete[] order, delete[] none, delete[] t_offsets, delete[] t_start, delete[] t_count;
+    delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] dq_written, delete[] dq, delete[] dk, delete[] dv;
     delete[] k_panels, delete[] v_panels, delete[] finite;
     delete[] want_dk, delete[] want_dv, delete[] w, delete[] dw;
 }

@@ -47,5 +47,5 @@ def test_in_place_is_refused() -> None:
 
 def test_others_say_what_to_write() -> None:
     q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(tw.TraceError, match=r"'log1p' is not part of the mask and score language; write torch\.log\(1 \+ x\)"):
-        tw.attention(q, q, q, score=lambda s, b, h, q, kv: torch.log1p(s))
+    with pytest.raises(tw.TraceError, match=r"'hypot' is not part of the mask and score language; write torch\.sqrt\(x \* x \+ y \* y\)"):
+        tw.attention(q, q, q, score=lambda s, b, h, q, kv: torch.hypot(s, s))

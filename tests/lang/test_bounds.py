@@ -83,7 +83,7 @@ def test_unary_bounds_hold(op: str) -> None:
 
 def table_of(op: str, left: Any, right: Any) -> Tensor:
     """The operation on every pair; an integer divided by zero, which torch does not compute, counts as divided by one."""
-    if op in ("floordiv", "mod") and not torch.result_type(torch.as_tensor(left), torch.as_tensor(right)).is_floating_point:
+    if op in ("floordiv", "mod", "fmod") and not torch.result_type(torch.as_tensor(left), torch.as_tensor(right)).is_floating_point:
         right = torch.where(right == 0, 1, right) if isinstance(right, Tensor) else right or 1
     return OPS[op].meaning(left, right)
 

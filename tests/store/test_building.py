@@ -139,7 +139,7 @@ def test_backwards_without_a_mask_compile_for_blackwell(deterministic: bool, dim
                 tried.append(launch)
                 yield launch
 
-    problem = _problem(None, None, dim, torch.bfloat16, 4096).with_tensors(deterministic=deterministic)
+    problem = _problem(None, None, dim, torch.bfloat16, 4096).replaced(deterministic=deterministic)
     for launches in aot.backward_launches(problem, frozenset()):
         build(Watched(launches()), 100)
         facts = json.loads(load_or_build(request_of(tried[-1], 100), tried[-1].table)["facts"])

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +181,25 @@ def test_a_forked_process_waits_for_no_thread_it_does_not_have() -> None:
 
 # -- the kernels of a call -------------------------------------------------------------------------------------------
 
+FORKED = """
+import os, sys
+from tilewise.engines.gpu.generated import _folder
+
+folder = _folder()
+if os.fork() == 0:
+    sys.exit()  # runs what is registered for the end of the process
+os.wait()
+assert folder.is_dir()
+print(folder)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_generated_sources_go_with_their_process_not_with_a_fork_of_it() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=120)
+    assert not Path(ran.stdout.strip()).exists()
+
+
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 LAYOUTS = {
     "bhsd": lambda heads, dim: torch.zeros(2, heads, 256, dim, dtype=torch.bfloat16, requires_grad=True),
@@ -233,7 +253,7 @@ def test_without_gradients_no_backward_is_built() -> None:
     from tilewise.engines.gpu import background_build
 
     plain = problem()
-    plain = plain.with_tensors(query=plain.query.detach(), key=plain.key.detach(), value=plain.value.detach())
+    plain = plain.replaced(query=plain.query.detach(), key=plain.key.detach(), value=plain.value.detach())
     assert background_build.wanted_gradients(plain) is None
     with torch.inference_mode():
         assert background_build.wanted_gradients(problem()) is None
@@ -245,7 +265,8 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
     """Everything but the compiler is real; nothing is stored."""
     from tilewise.core import store
     from tilewise.engines.gpu import background_build
-    from tilewise.engines.gpu.kernel_cache import KernelRequest, load_or_build
+    from tilewise.engines.gpu.kernel_cache import load_or_build
+    from tilewise.engines.gpu.kernel_request import KernelRequest
     from tilewise.engines.gpu.launch import request_of
     from tilewise.engines.registry import engine_named
     from tilewise.engines.triton import aot

@@ -17,7 +17,7 @@ from torch import Tensor
 import tilewise as tw
 from tests.support.cases import Case, Inputs, make, to_bhsd
 from tilewise.core.problem import Options, make_problem
-from tilewise.engines.dropout import keep_scale, kept
+from tilewise.engines.dropout import dropout_keep, keep_scale
 from tilewise.engines.reference import dense_attention
 from tilewise.scores import Sinks
 
@@ -216,7 +216,7 @@ def _softmax_and_mix(case: Case, s: Tensor, v: Tensor, at: tuple[Tensor, Tensor,
     weights = torch.where(some, torch.softmax(s, -1), 0.0)[..., : case.kv[2]]
     p = case.options.get("dropout_p", 0.0)
     if p > 0:
-        weights = torch.where(kept(p, case.options["seed"], *(i.flatten() for i in at)), weights * keep_scale(p), 0.0)
+        weights = torch.where(dropout_keep(p, case.options["seed"], *(i.flatten() for i in at)), weights * keep_scale(p), 0.0)
     return weights @ v, lse
 
 

@@ -60,7 +60,10 @@ NUMBERS = {"i": WHOLE, "f": REAL, "b": st.booleans()}
 ARITHMETIC = ("+", "-", "*")
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 ROUNDING = ("floor", "ceil", "round", "trunc", "sign", "relu", "neg", "abs")
-WAVES = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "silu")
+EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sinh", "cosh")
+ANGLES = ("sin", "cos", "atan")
+ACTIVATIONS = ("tanh", "sigmoid", "erf", "erfc", "silu", "softplus", "gelu", "gelu_tanh")
+WAVES = (*EXPONENTIALS, *ANGLES, *ACTIVATIONS)
 
 
 def constants(numbers: st.SearchStrategy[Any], single: list[str]) -> st.SearchStrategy[Tree]:
@@ -110,6 +113,7 @@ def trees(draw: st.DrawFn, kind: str, depth: int) -> Tree:
             lambda: ("**", operand("i"), sub("i")),
             lambda: (draw(st.sampled_from(("neg", "abs", "sign", "relu", "floor", "~"))), sub("i")),
             lambda: (draw(st.sampled_from(("minimum", "maximum"))), sub("i"), sub("i")),
+            lambda: ("fmod", sub("i"), draw(st.sampled_from((("number", draw(WHOLE.filter(bool))), sub("i"))))),
             lambda: (draw(st.sampled_from(("clamp_min", "clamp_max"))), sub("i"), operand("i")),
             lambda: load(INTEGER_CAPTURES),
             lambda: load(INTEGER_CAPTURES),
@@ -128,6 +132,9 @@ def trees(draw: st.DrawFn, kind: str, depth: int) -> Tree:
             lambda: (draw(st.sampled_from(WAVES)), sub("f")),
             lambda: (draw(st.sampled_from(WAVES)), cast("i", "float32", "float64", "float16", "bfloat16")),
             lambda: (draw(st.sampled_from(("minimum", "maximum"))), sub("f"), sub(draw(st.sampled_from("fi")))),
+            lambda: (draw(st.sampled_from(("atan2", "logaddexp", "fmod"))), sub("f"), sub("f")),
+            lambda: ("atan2", sub("i"), sub(draw(st.sampled_from("fi")))),
+            lambda: ("tan", ("sin", sub("f"))),  # away from its poles, where the last bit of what it is of decides everything
             lambda: (draw(st.sampled_from(("clamp_min", "clamp_max"))), sub("f"), operand("f")),
             lambda: load(FLOAT_CAPTURES),
             lambda: load(FLOAT_CAPTURES),
@@ -146,6 +153,7 @@ def trees(draw: st.DrawFn, kind: str, depth: int) -> Tree:
             lambda: load(BOOLEAN_CAPTURES),
             lambda: choice("b"),
             lambda: cast(draw(st.sampled_from("if")), "bool"),
+            lambda: (draw(st.sampled_from(("isfinite", "isnan", "isinf"))), sub(draw(st.sampled_from("ifb")))),
         ],
     }
     return draw(st.sampled_from(shapes[kind]))()
@@ -181,6 +189,9 @@ def smooth_trees(draw: st.DrawFn, depth: int) -> Tree:
         lambda: (draw(st.sampled_from(("neg", "abs", "relu", "detach", "floor", "sign"))), sub()),
         lambda: (draw(st.sampled_from(WAVES)), sub()),
         lambda: (draw(st.sampled_from(("minimum", "maximum"))), sub(), sub()),
+        lambda: (draw(st.sampled_from(("atan2", "logaddexp"))), sub(), sub()),
+        lambda: ("fmod", sub(), operand()),
+        lambda: ("tan", ("sin", sub())),
         lambda: (draw(st.sampled_from(("clamp_min", "clamp_max"))), sub(), operand()),
         load,
         lambda: ("where", ("<", draw(SMALL_INTEGERS), draw(SMALL_INTEGERS)), sub(), operand()),
@@ -210,6 +221,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "!=": lambda x, y: x != y,
     "~": lambda x: ~x,
     "silu": torch.nn.functional.silu,
+    "softplus": torch.nn.functional.softplus,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
 
 

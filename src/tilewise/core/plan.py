@@ -2,7 +2,7 @@
 
 What makes a repeated call quick is kept in three layers. Each has its key in one place, with the reason why it is complete:
 
-    call        frontend/call_cache.py         CallKey        -> CachedCall: engine, problem without its tensors, plan
+    call        frontend/call_key.py           CallKey        -> CachedCall (call_cache.py): engine, problem without its tensors, plan
     contents    core/map_cache.py              contents_key   -> tile maps, and the launches that hold a map's addresses
     structure   engines/gpu/kernel_cache.py    KernelRequest  -> compiled kernels
                 engines/triton/fitting.py      FitKey         -> tile sizes that fit the GPU

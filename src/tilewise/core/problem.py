@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, trace_mask, trace_score
-from tilewise.masks import Grid, causal
+from tilewise.masks import Grid, broadcast_load, causal
 from tilewise.scores import ScoreFunction, Sinks, as_scores, coverage
 from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent, TileMap, read_mask
@@ -40,10 +40,10 @@ class Problem:
     dense_mask: Tensor | None = None  # the mask as SDPA takes it, for the engine that does: nothing reads it, and it is no part of `mask`
     grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
 
-    def with_tensors(self, **tensors: Any) -> "Problem":
-        """The same problem of other tensors. `dataclasses.replace` takes several times as long."""
+    def replaced(self, **fields: Any) -> "Problem":
+        """The same problem but for these fields. `dataclasses.replace` takes several times as long."""
         other = object.__new__(Problem)
-        other.__dict__.update(self.__dict__, **tensors)
+        other.__dict__.update(self.__dict__, **fields)
         return other
 
     @property
@@ -190,7 +190,8 @@ def to_bhsd(tensor: Tensor, layout: str, heads: int | None, name: str) -> Tensor
             raise InputError(f"{name} has 3 dimensions {tuple(tensor.shape)}: pass heads= for (batch, sequence, heads * head dim), or a 4-D tensor")
         if heads < 1 or tensor.shape[2] % heads:
             raise InputError(f"{name} has {tensor.shape[2]} features, which {heads} heads do not divide")
-        return tensor.unflatten(2, (heads, tensor.shape[2] // heads)).transpose(1, 2)
+        apart: Tensor = tensor.unflatten(2, (heads, tensor.shape[2] // heads))
+        return apart.transpose(1, 2)
     if tensor.dim() != 4:
         raise InputError(f"{name} must have 4 dimensions (layout {layout!r}), or 3 with heads=, got shape {tuple(tensor.shape)}")
     if heads is not None:
@@ -284,14 +285,8 @@ def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, na
         return causal.traced(), "causal"
     if callable(mask):
         return trace_mask(lambda b, h, q, kv: mask(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
-    allowed = call.captures[0]
-    sizes = [size == 1 for size in allowed.shape]
-
-    def both(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        place = (b, h, q, kv)[4 - len(sizes) :]
-        return allowed[tuple([0 if one else i for one, i in zip(sizes, place, strict=True)])] & (q >= kv)
-
-    return trace_mask(both, device), f"{name} & causal"
+    allowed = broadcast_load(call.captures[0])
+    return trace_mask(lambda b, h, q, kv: allowed(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
 
 
 def _on_device(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:
@@ -329,7 +324,8 @@ def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:
 def check_scale(scale: Any) -> float:
     if isinstance(scale, Tensor):  # its gradient would be lost
         raise InputError("scale must be a number, got a tensor; a learned scale is a score: score=lambda s, b, h, q, kv: s * scale")
-    return scale
+    number: float = scale
+    return number
 
 
 def check_dropout(p: float) -> float:

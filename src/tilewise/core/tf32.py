@@ -15,4 +15,4 @@ if hasattr(_matmul, "fp32_precision"):
 else:
 
     def allows_tf32() -> bool:
-        return _matmul.allow_tf32
+        return bool(_matmul.allow_tf32)

@@ -42,7 +42,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output.max_score)
         ctx.engine, ctx.plan = engine, plan
-        ctx.problem = problem.with_tensors(query=NOTHING, key=NOTHING, value=NOTHING, sinks=None, score=None)  # its tensors are saved below
+        ctx.problem = problem.replaced(query=NOTHING, key=NOTHING, value=NOTHING, sinks=None, score=None)  # its tensors are saved below
         ctx.score = None if problem.score is None else problem.score.with_captures(())
         watched = [*([] if problem.mask is None else problem.mask.captures), *([] if problem.seed is None else [problem.seed])]
         ctx.count = len(differentiable)
@@ -55,7 +55,7 @@ class _Attention(torch.autograd.Function):
         differentiable, output = saved[: ctx.count], Output(*saved[ctx.count : ctx.count + 3])
         query, key, value, sinks, *captures = differentiable
         score = None if ctx.score is None else ctx.score.with_captures(tuple(captures))
-        problem = ctx.problem.with_tensors(query=query, key=key, value=value, sinks=sinks, score=score)
+        problem = ctx.problem.replaced(query=query, key=key, value=value, sinks=sinks, score=score)
         wanted = frozenset(k for k, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
         if grad_out is None:
             grad_out = torch.zeros_like(output.out)

@@ -87,6 +87,16 @@ def like_query(query: Tensor, v_dim: int) -> Tensor:
     return out.permute([order.index(d) for d in range(4)])
 
 
+def attend_nothing(problem: Problem) -> Output:
+    """The output where there are no keys (or no queries): out is 0, lse is -inf or, with a sink, the sink's logit."""
+    p = problem
+    lse = torch.full(p.query.shape[:3], -torch.inf, dtype=p.inner_dtype, device=p.device)  # [B, H, Sq]
+    max_score = lse.clone()
+    if p.sinks is not None:
+        lse = p.sinks.to(p.inner_dtype).view(1, -1, 1).expand_as(lse).contiguous()
+    return Output(like_query(p.query, p.v_dim).zero_(), lse, max_score)
+
+
 def like_rows(query: Tensor) -> Tensor:
     """A (B, H, Sq) tensor of one number, to make contiguous float32 tensors of that shape from: the quickest way."""
     return torch.empty((), dtype=torch.float32, device=query.device).expand(query.shape[:3])

@@ -1,9 +1,9 @@
 """The blocked engine: tiles of plain torch operations, on anything torch runs on.
 
-Memory is O(N), forward and backward: only one strip of scores exists at a time. Empty tiles are never visited, full ones
-never masked. A strip is one query tile against a stretch of neighbouring key tiles, which keeps the products large.
+Memory is O(N), forward and backward: only one strip of scores exists at a time. Empty tiles are skipped, full tiles are not
+masked. A strip is one query tile against a range of neighbouring key tiles, which keeps the products large.
 
-Forward, for each strip (m: max_score score so far, l: sum of weights, acc: weighted values, all of the query tile):
+Forward, for each strip (of its query tile, m: row max so far, l: sum of weights, acc: weighted values):
 
     s = score(scale * q k^T), -inf where masked      m' = max(m, max s)      p = exp(s - m')
     l = l exp(m - m') + sum p                        acc = acc exp(m - m') + dropout(p) v
@@ -25,51 +25,51 @@ from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, scalar_seed, sinks_gradient
-from tilewise.engines.dropout import keep_scale, kept
-from tilewise.engines.masked_matmul import mix
+from tilewise.engines.dropout import dropout_keep, keep_scale
+from tilewise.engines.masked_matmul import masked_matmul
 from tilewise.lang import Derivative, derive, evaluate, interpret, wrapped
 from tilewise.tiles import TileMap
 
 TILE = (128, 128)
-STRIP_KEYS = 1024  # keys of a strip, at most
-STRIP_ELEMENTS = 2**22  # scores of a strip over all its heads, at most
+STRIP_KEYS = 1024  # most keys in a strip
+STRIP_ELEMENTS = 2**22  # most scores in a strip, over all its heads
 
 
 @dataclass(frozen=True)
-class Part:
-    """Batch elements and heads that are computed together because they share one row of the map (or have none)."""
+class HeadGroup:
+    """Batch elements and heads that are computed together, because they share the rows of one map (or have no map)."""
 
     batch: slice
     heads: slice
     kv_heads: slice
-    rows: int  # the map's rows of this part begin here
+    first_row: int  # of this group in the map
 
 
 @dataclass(frozen=True)
 class Strip:
-    """One query tile against a stretch of keys."""
+    """One query tile against a range of keys."""
 
-    part: Part
+    group: HeadGroup
     q: slice
     kv: slice
     masked: bool
 
 
-class Walk:
-    """The order of work: parts, then query tiles, then strips."""
+class TileLoop:
+    """The loop nest: head groups, query tiles, strips."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tiles = map_of(problem, TILE)
         self.tile = TILE if self.tiles is None else self.tiles.tile
-        self._stretches = [] if self.tiles is None else _stretches(self.tiles)
+        self._key_ranges = [] if self.tiles is None else _key_ranges(self.tiles)
 
-    def parts(self) -> Iterator[Part]:
+    def head_groups(self) -> Iterator[HeadGroup]:
         p, tiles = self.problem, self.tiles
         ratio = p.heads // p.kv_heads if p.kv_heads else 1
         by_head = tiles is not None and tiles.geometry.heads > 1
         by_batch = tiles is not None and tiles.geometry.batch > 1
-        room = max(1, STRIP_ELEMENTS // (self.tile[0] * max(self.tile[1], 256)))  # heads, counted over the batch, that fit a strip
+        room = max(1, STRIP_ELEMENTS // (self.tile[0] * max(self.tile[1], 256)))  # (batch, head) pairs that fit a strip
         head_step = 1 if by_head else max(1, min(p.kv_heads, room // ratio)) * ratio
         batch_step = 1 if by_batch or head_step < p.heads else max(1, room // max(p.heads, 1))
         for b in range(0, p.batch, batch_step):
@@ -80,23 +80,23 @@ class Walk:
                     row = ((b if by_batch else 0) * g.heads + (h if by_head else 0)) * g.q_tiles
                 heads = slice(h, min(h + head_step, p.heads))
                 kv_heads = slice(h // ratio, -(-heads.stop // ratio))
-                yield Part(slice(b, min(b + batch_step, p.batch)), heads, kv_heads, row)
+                yield HeadGroup(slice(b, min(b + batch_step, p.batch)), heads, kv_heads, row)
 
     def query_tiles(self) -> Iterator[tuple[int, slice]]:
         for at, start in enumerate(range(0, self.problem.q_len, self.tile[0])):
             yield at, slice(start, min(start + self.tile[0], self.problem.q_len))
 
-    def strips(self, part: Part, at: int, q: slice) -> Iterator[Strip]:
-        size = (part.batch.stop - part.batch.start) * (part.heads.stop - part.heads.start) * (q.stop - q.start)
+    def strips(self, group: HeadGroup, at: int, q: slice) -> Iterator[Strip]:
+        size = (group.batch.stop - group.batch.start) * (group.heads.stop - group.heads.start) * (q.stop - q.start)
         longest = max(1, min(STRIP_KEYS, STRIP_ELEMENTS // max(size, 1)) // self.tile[1]) * self.tile[1]
-        stretches = [(0, self.problem.kv_len, False)] if self.tiles is None else self._stretches[part.rows + at]
-        for start, stop, masked in stretches:
+        key_ranges = [(0, self.problem.kv_len, False)] if self.tiles is None else self._key_ranges[group.first_row + at]
+        for start, stop, masked in key_ranges:
             for k in range(start, min(stop, self.problem.kv_len), longest):
-                yield Strip(part, q, slice(k, min(k + longest, stop, self.problem.kv_len)), masked)
+                yield Strip(group, q, slice(k, min(k + longest, stop, self.problem.kv_len)), masked)
 
 
-def _stretches(tiles: TileMap) -> list[list[tuple[int, int, bool]]]:
-    """For every row of the map, its runs in order as (first key, last key + 1, whether the mask decides)."""
+def _key_ranges(tiles: TileMap) -> list[list[tuple[int, int, bool]]]:
+    """For every row of the map, its runs in order as (first key, last key + 1, whether to apply the mask)."""
     rows: list[list[tuple[int, int, bool]]] = [[] for _ in range(tiles.geometry.rows)]
     width = tiles.tile[1]
     for runs, masked in ((tiles.partial, tiles.mask is not None), (tiles.full, False)):
@@ -105,38 +105,38 @@ def _stretches(tiles: TileMap) -> list[list[tuple[int, int, bool]]]:
     return [sorted(row) for row in rows]
 
 
-class _Work:
-    """A problem's tensors and the steps that forward and backward share."""
+class _StripMath:
+    """The steps on a strip that forward and backward share."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.inner = problem.inner_dtype
         self.ratio = problem.heads // problem.kv_heads if problem.kv_heads else 1
 
-    def rows_of(self, tensor: Tensor, strip_part: Part, q: slice) -> Tensor:
-        """[b, kv heads, ratio * queries, D]: the query heads of one key head lie side by side as rows."""
-        piece = tensor[strip_part.batch, strip_part.heads, q].to(self.inner)
+    def rows_of(self, tensor: Tensor, group: HeadGroup, q: slice) -> Tensor:
+        """[B, Hkv, ratio * M, D]: the M queries of all heads that share a key head, stacked as rows."""
+        piece = tensor[group.batch, group.heads, q].to(self.inner)
         b, h, m, d = piece.shape
         ratio = self.ratio if h > 1 or self.ratio == 1 else 1
         return piece.reshape(b, h // ratio, ratio * m, d)
 
     def keys_of(self, tensor: Tensor, strip: Strip) -> Tensor:
-        """[b, kv heads, keys, D]"""
-        return tensor[strip.part.batch, strip.part.kv_heads, strip.kv].to(self.inner)
+        """[B, Hkv, N, D]"""
+        return tensor[strip.group.batch, strip.group.kv_heads, strip.kv].to(self.inner)
 
     def indices(self, strip: Strip) -> dict[str, Tensor]:
-        ranges = {"b": strip.part.batch, "h": strip.part.heads, "q": strip.q, "kv": strip.kv}
+        ranges = {"b": strip.group.batch, "h": strip.group.heads, "q": strip.q, "kv": strip.kv}
         device = self.problem.device
         return {
             name: torch.arange(s.start, s.stop, device=device).view([-1 if d == axis else 1 for d in range(4)]) for axis, (name, s) in enumerate(ranges.items())
         }
 
     def by_head(self, scores: Tensor, strip: Strip) -> Tensor:
-        """[b, kv heads, ratio * queries, keys] -> [b, heads, queries, keys]"""
-        return scores.view(scores.shape[0], strip.part.heads.stop - strip.part.heads.start, strip.q.stop - strip.q.start, scores.shape[-1])
+        """[B, Hkv, ratio * M, N] -> [B, H, M, N]"""
+        return scores.view(scores.shape[0], strip.group.heads.stop - strip.group.heads.start, strip.q.stop - strip.q.start, scores.shape[-1])
 
     def scores(self, strip: Strip, q_rows: Tensor, at: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(scale * q k^T, the final scores, where they are attended: None if everywhere)"""
+        """[B, H, M, N] each: scale * q k^T, the final scores, and where they are attended (None if everywhere)."""
         p = self.problem
         raw = self.by_head(p.scale * (q_rows @ self.keys_of(p.key, strip).transpose(-1, -2)), strip)
         final = raw
@@ -151,10 +151,11 @@ class _Work:
         return raw, final, attended
 
     def keep(self, at: dict[str, Tensor]) -> Tensor:
-        return kept(self.problem.dropout_p, scalar_seed(self.problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
+        """[B, H, M, N]"""
+        return dropout_keep(self.problem.dropout_p, scalar_seed(self.problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
 
     def like_rows(self, x: Tensor | None, rows: Tensor) -> Tensor | None:
-        """[b, heads, queries, keys] laid out as [b, kv heads, ratio * queries, keys]"""
+        """[B, H, M, N] -> [B, Hkv, ratio * M, N], the inverse of by_head"""
         return None if x is None else x.reshape(*rows.shape[:3], x.shape[-1])
 
 
@@ -171,32 +172,32 @@ class BlockedEngine(Engine):
         return TILE
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
-        p, work, walk = problem, _Work(problem), Walk(problem)
+        p, work, loop = problem, _StripMath(problem), TileLoop(problem)
         shape = (p.batch, p.heads, p.q_len)
         out = torch.zeros((*shape, p.v_dim), dtype=p.dtype, device=p.device)
         lse = torch.full(shape, -torch.inf, dtype=work.inner, device=p.device)
         max_score = torch.full_like(lse, -torch.inf)
-        for part in walk.parts():
-            for at, q in walk.query_tiles():
-                place = (part.batch, part.heads, q)
-                out[place], lse[place], max_score[place] = _forward_rows(work, walk, part, at, q)
+        for group in loop.head_groups():
+            for at, q in loop.query_tiles():
+                place = (group.batch, group.heads, q)
+                out[place], lse[place], max_score[place] = _forward_tile(work, loop, group, at, q)
         return Output(out, lse, max_score)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         return _Backward(problem, output, grad_out, grad_lse, wanted).run()
 
 
-def _forward_rows(work: _Work, walk: Walk, part: Part, at: int, q: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and max_score score of one query tile."""
+def _forward_tile(work: _StripMath, loop: TileLoop, group: HeadGroup, at: int, q: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, H, M, Dv], lse and max_score [B, H, M] of one query tile."""
     p = work.problem
-    q_rows = work.rows_of(p.query, part, q)
-    shape = (part.batch.stop - part.batch.start, part.heads.stop - part.heads.start, q.stop - q.start)
-    m = torch.full((*shape, 1), -torch.inf, dtype=work.inner, device=p.device)
-    total = torch.zeros_like(m)
-    acc = torch.zeros((*shape, p.v_dim), dtype=work.inner, device=p.device)
-    for strip in walk.strips(part, at, q):
+    q_rows = work.rows_of(p.query, group, q)  # [B, Hkv, ratio * M, D]
+    shape = (group.batch.stop - group.batch.start, group.heads.stop - group.heads.start, q.stop - q.start)
+    m = torch.full((*shape, 1), -torch.inf, dtype=work.inner, device=p.device)  # [B, H, M, 1]
+    total = torch.zeros_like(m)  # [B, H, M, 1]
+    acc = torch.zeros((*shape, p.v_dim), dtype=work.inner, device=p.device)  # [B, H, M, Dv]
+    for strip in loop.strips(group, at, q):
         indices = work.indices(strip)
-        _, s, attended = work.scores(strip, q_rows, indices)
+        _, s, attended = work.scores(strip, q_rows, indices)  # [B, H, M, N]
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         base = torch.where(m_new == -torch.inf, 0.0, m_new)
         weights = torch.exp(s - base)
@@ -204,13 +205,13 @@ def _forward_rows(work: _Work, walk: Walk, part: Part, at: int, q: slice) -> tup
         total = total * decay + weights.sum(-1, keepdim=True)
         if p.dropout_p > 0:
             weights = torch.where(work.keep(indices), weights, 0.0)
-        rows = work.like_rows(weights, q_rows)
-        assert rows is not None
-        acc = acc * decay + mix(rows, work.keys_of(p.value, strip), work.like_rows(attended, q_rows)).view_as(acc)
+        weight_rows = work.like_rows(weights, q_rows)  # [B, Hkv, ratio * M, N]
+        assert weight_rows is not None
+        acc = acc * decay + masked_matmul(weight_rows, work.keys_of(p.value, strip), work.like_rows(attended, q_rows)).view_as(acc)
         m = m_new
     ceiling = m
     if p.sinks is not None:
-        sink = p.sinks[part.heads].to(work.inner).view(1, -1, 1, 1)
+        sink = p.sinks[group.heads].to(work.inner).view(1, -1, 1, 1)  # [1, H, 1, 1]
         ceiling = torch.maximum(m, sink)
     base = torch.where(ceiling == -torch.inf, 0.0, ceiling)
     decay = torch.exp(m - base)
@@ -224,19 +225,19 @@ def _forward_rows(work: _Work, walk: Walk, part: Part, at: int, q: slice) -> tup
 
 
 class _Backward:
-    """One walk over the strips; the sums for keys, values and captures grow as it goes, in a fixed order."""
+    """One loop over the strips, which accumulates the gradients of keys, values and captures in a fixed order."""
 
     def __init__(self, problem: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> None:
         p = problem
         self.problem, self.output, self.grad_out = p, output, grad_out
-        self.work, self.walk = _Work(p), Walk(p)
+        self.work, self.loop = _StripMath(p), TileLoop(p)
         inner = self.work.inner
-        self.delta = (grad_out.to(inner) * output.out.to(inner)).sum(-1, keepdim=True)
+        self.delta = (grad_out.to(inner) * output.out.to(inner)).sum(-1, keepdim=True)  # [B, H, Sq, 1]
         if grad_lse is not None:
             self.delta = self.delta - grad_lse.to(inner).unsqueeze(-1)
-        self.d_query = torch.zeros(p.query.shape, dtype=p.dtype, device=p.device)
-        self.d_key = torch.zeros(p.key.shape, dtype=inner, device=p.device)
-        self.d_value = torch.zeros(p.value.shape, dtype=inner, device=p.device)
+        self.d_query = torch.zeros(p.query.shape, dtype=p.dtype, device=p.device)  # [B, H, Sq, D]
+        self.d_key = torch.zeros(p.key.shape, dtype=inner, device=p.device)  # [B, Hkv, Skv, D]
+        self.d_value = torch.zeros(p.value.shape, dtype=inner, device=p.device)  # [B, Hkv, Skv, Dv]
         self.derivative: Derivative | None = None
         self.d_captures: dict[int, Tensor] = {}
         if p.score is not None:
@@ -245,26 +246,26 @@ class _Backward:
 
     def run(self) -> Gradients:
         p = self.problem
-        for part in self.walk.parts():
-            for at, q in self.walk.query_tiles():
-                self._rows(part, at, q)
+        for group in self.loop.head_groups():
+            for at, q in self.loop.query_tiles():
+                self._backward_tile(group, at, q)
         captures = {k: g.to(p.score.captures[k].dtype) for k, g in self.d_captures.items()} if p.score is not None else {}
         return Gradients(self.d_query, self.d_key.to(p.dtype), self.d_value.to(p.dtype), sinks_gradient(p, self.output, self.delta.squeeze(-1)), captures)
 
-    def _rows(self, part: Part, at: int, q: slice) -> None:
+    def _backward_tile(self, group: HeadGroup, at: int, q: slice) -> None:
         p, work = self.problem, self.work
-        place = (part.batch, part.heads, q)
-        q_rows, do_rows = work.rows_of(p.query, part, q), work.rows_of(self.grad_out, part, q)
-        lse = self.output.lse[place].unsqueeze(-1)
-        delta = self.delta[place]
+        place = (group.batch, group.heads, q)
+        q_rows, do_rows = work.rows_of(p.query, group, q), work.rows_of(self.grad_out, group, q)  # [B, Hkv, ratio * M, D or Dv]
+        lse = self.output.lse[place].unsqueeze(-1)  # [B, H, M, 1]
+        delta = self.delta[place]  # [B, H, M, 1]
         dq_rows = torch.zeros_like(q_rows)
-        for strip in self.walk.strips(part, at, q):
+        for strip in self.loop.strips(group, at, q):
             indices = work.indices(strip)
-            raw, s, attended = work.scores(strip, q_rows, indices)
+            raw, s, attended = work.scores(strip, q_rows, indices)  # [B, H, M, N]
             weights = torch.where(lse == -torch.inf, 0.0, torch.exp(s - lse))
             if attended is not None:
-                weights = torch.where(attended, weights, 0.0)  # a NaN in lse must not reach the keys its row does not attend
-            d_weights = work.by_head(do_rows @ work.keys_of(p.value, strip).transpose(-1, -2), strip)
+                weights = torch.where(attended, weights, 0.0)  # a NaN in lse must not reach keys that its row does not attend to
+            d_weights = work.by_head(do_rows @ work.keys_of(p.value, strip).transpose(-1, -2), strip)  # [B, H, M, N]
             dropped = weights
             if p.dropout_p > 0:
                 keep, scale = work.keep(indices), keep_scale(p.dropout_p)
@@ -274,40 +275,40 @@ class _Backward:
             if attended is not None:
                 ds = torch.where(attended, ds, 0.0)
             ds = self._through_score(ds, raw, attended, indices)
-            keys = (part.batch, part.kv_heads, strip.kv)
+            keys = (group.batch, group.kv_heads, strip.kv)
             ds_rows, dropped_rows, attended_rows = (work.like_rows(x, q_rows) for x in (ds, dropped, attended))
             assert ds_rows is not None and dropped_rows is not None
-            columns = None if attended_rows is None else attended_rows.transpose(-1, -2)
-            self.d_value[keys] += mix(dropped_rows.transpose(-1, -2), do_rows, columns)
-            self.d_key[keys] += p.scale * mix(ds_rows.transpose(-1, -2), q_rows, columns)
-            dq_rows += p.scale * mix(ds_rows, work.keys_of(p.key, strip), attended_rows)
+            attended_columns = None if attended_rows is None else attended_rows.transpose(-1, -2)  # [B, Hkv, N, ratio * M]
+            self.d_value[keys] += masked_matmul(dropped_rows.transpose(-1, -2), do_rows, attended_columns)  # [B, Hkv, N, Dv]
+            self.d_key[keys] += p.scale * masked_matmul(ds_rows.transpose(-1, -2), q_rows, attended_columns)  # [B, Hkv, N, D]
+            dq_rows += p.scale * masked_matmul(ds_rows, work.keys_of(p.key, strip), attended_rows)  # [B, Hkv, ratio * M, D]
         self.d_query[place] = dq_rows.view(self.d_query[place].shape).to(p.dtype)
 
     def _through_score(self, ds: Tensor, raw: Tensor, attended: Tensor | None, indices: dict[str, Tensor]) -> Tensor:
-        """From the gradient of the final score to that of the raw one; the captures' shares are added up on the way."""
+        """The gradient of the raw scores from that of the final ones; also accumulates the gradients of the captures."""
         call = self.problem.score
         if call is None:
             return ds
         assert self.derivative is not None and attended is not None
         values = interpret(self.derivative.program, call, indices | {"score": raw})
         for site in self.derivative.sites:
-            share = torch.where(attended, ds * values[site.gradient], 0.0)
-            _scatter(self.d_captures[site.slot], tuple(values[k] for k in site.indices), share)
+            d_load = torch.where(attended, ds * values[site.gradient], 0.0)  # [B, H, M, N]
+            _scatter_add(self.d_captures[site.slot], tuple(values[k] for k in site.indices), d_load)
         return torch.where(attended, ds * values[0], 0.0)
 
 
-def _scatter(into: Tensor, indices: tuple[object, ...], share: Tensor) -> None:
-    """into[indices] += share, summed first over the dimensions on which no index depends."""
+def _scatter_add(into: Tensor, indices: tuple[object, ...], gradient: Tensor) -> None:
+    """into[indices] += gradient, summed first over the dimensions that no index depends on."""
     if not indices:
-        into += share.sum()
+        into += gradient.sum()
         return
     tensors = [i for i in indices if isinstance(i, Tensor)]
     varying = torch.broadcast_shapes(*(t.shape for t in tensors)) if tensors else ()
     varying = (1,) * (4 - len(varying)) + tuple(varying)
-    still = [d for d in range(4) if varying[d] == 1]
-    share = share.sum(still, keepdim=True) if still else share
-    into.index_put_(_broadcast(wrapped(into, indices), share), share, accumulate=True)
+    constant = [d for d in range(4) if varying[d] == 1]
+    gradient = gradient.sum(constant, keepdim=True) if constant else gradient
+    into.index_put_(_broadcast(wrapped(into, indices), gradient), gradient, accumulate=True)
 
 
-def _broadcast(indices: tuple[object, ...], share: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.as_tensor(i, device=share.device).expand(share.shape) for i in indices)
+def _broadcast(indices: tuple[object, ...], gradient: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.as_tensor(i, device=gradient.device).expand(gradient.shape) for i in indices)

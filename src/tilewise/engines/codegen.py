@@ -1,6 +1,10 @@
-"""What every emitter knows of a problem besides the program itself."""
+"""What both code generators share: the layouts and extents they know, and how they find the type an operation is computed in."""
 
 from typing import NamedTuple
+
+from tilewise.lang import BoundProgram, Program
+from tilewise.lang.ranges import ranges
+from tilewise.lang.types import FLOATS, Type, promote
 
 INT32 = 2**31 - 1  # integers up to here, either way, are emitted with 32 bits
 
@@ -19,3 +23,33 @@ class Extents(NamedTuple):
     h: int
     q: int
     kv: int
+
+
+class ProgramWriter:
+    """Writes the instructions of one program, one after the other, as text of some language."""
+
+    def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...]) -> None:
+        self.program = program
+        self.layouts = layouts
+        self.ranges = ranges(program, call, extents._asdict())
+        self.sizes = [tuple(t.shape) for t in call.captures]
+        self.slots = _size_slots(program)
+        self.types: list[str] = []  # of the values written so far
+
+    def _computed_in(self, args: tuple[int, ...], type: Type, dtype: str) -> str:
+        """The type an operation's operands are converted to: torch's, or 32-bit integers where the operands and a result of type `dtype` fit them."""
+        computed = promote(*[self.program.instructions[a].type for a in args]).dtype
+        if type.is_float and computed not in FLOATS:
+            computed = type.dtype
+        if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
+            computed = "i32"
+        return computed
+
+
+def _size_slots(program: Program) -> list[tuple[int, int]]:
+    """For every capture, where its sizes and its strides begin among those of all."""
+    slots, at = [], 0
+    for capture in program.captures:
+        slots.append((at, at + capture.rank))
+        at += 2 * capture.rank
+    return slots

@@ -1,8 +1,8 @@
-"""Dropout that every engine and every tiling agrees on: whether element (b, h, i, j) is kept is a function of them and the seed.
+"""Dropout that is the same in every engine and for every tiling: whether element (b, h, i, j) is kept depends on these indices and the seed alone.
 
 Philox-4x32-10 with key = seed and counter = (column, row, h, b) gives 128 bits, 16 for each of eight elements: rows i
-and i + 8, columns j, j + 1, j + 8 and j + 9 of an aligned 16 x 16 square. That is the set one thread holds of a tensor
-core's accumulator, so that a GPU kernel computes each Philox word once and moves none.
+and i + 8, columns j, j + 1, j + 8 and j + 9 of an aligned 16 x 16 square. These are the elements that one thread holds of a
+tensor core's accumulator, so a GPU kernel computes each Philox word once and needs no shuffles.
 
     row    = i // 16 * 8 + i % 8        word = 2 * (i // 8 % 2) + j // 8 % 2
     column = j // 16 * 4 + j % 8 // 2   half = j % 2
@@ -24,7 +24,7 @@ def threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What the kept elements are multiplied by, for the probability that is really used."""
+    """1 / (1 - p), for p as rounded to a threshold of 16 bits."""
     dropped = threshold(p) / 65536
     return 0.0 if dropped == 1.0 else 1.0 / (1.0 - dropped)
 
@@ -48,8 +48,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[T
     return c0, c1, c2, c3
 
 
-def kept(p: float, seed: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """[len(b), len(h), len(q), len(kv)] of whether each element stays; each argument lists indices."""
+def dropout_keep(p: float, seed: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """[len(b), len(h), len(q), len(kv)]: whether dropout keeps each element. Every argument is a 1-D tensor of indices."""
     row, at_row = torch.unique(q // 16 * 8 + q % 8, return_inverse=True)
     column, at_column = torch.unique(kv // 16 * 4 + kv % 8 // 2, return_inverse=True)
     counter = torch.broadcast_tensors(column, row[:, None], h[:, None, None], b[:, None, None, None])

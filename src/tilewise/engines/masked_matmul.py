@@ -1,21 +1,21 @@
-"""Products in which what is not attended cannot be heard: 0 * NaN is NaN, so masked NaNs must be left out, not multiplied."""
+"""A matrix product that ignores NaN and Inf in masked positions, which a weight of 0 does not: 0 * NaN is NaN."""
 
 import torch
 from torch import Tensor
 
 
-def mix(weights: Tensor, values: Tensor, attended: Tensor | None) -> Tensor:
-    """weights @ values, where weights are 0 wherever `attended` is false and values there must not matter.
+def masked_matmul(weights: Tensor, values: Tensor, attended: Tensor | None) -> Tensor:
+    """weights @ values, [..., M, K] @ [..., K, N], for weights that are 0 wherever `attended` [..., M, K] is false: values there have no effect.
 
-    `attended` is None where every element is. Finite values take the plain product.
+    `attended` is None if every position is. If all values are finite, this is the plain product.
     """
     finite = values.isfinite()
     if attended is None or bool(finite.all()):
         return weights @ values
     total = weights @ torch.where(finite, values, 0)
-    heard = attended.to(weights.dtype)
-    nan = heard @ values.isnan().to(weights.dtype) > 0
-    above = heard @ values.isposinf().to(weights.dtype) > 0
-    below = heard @ values.isneginf().to(weights.dtype) > 0
+    attends = attended.to(weights.dtype)
+    nan = attends @ values.isnan().to(weights.dtype) > 0
+    above = attends @ values.isposinf().to(weights.dtype) > 0
+    below = attends @ values.isneginf().to(weights.dtype) > 0
     total = torch.where(above, torch.inf, torch.where(below, -torch.inf, total))
     return torch.where(nan | (above & below), torch.nan, total)

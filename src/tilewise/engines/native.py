@@ -1,4 +1,4 @@
-"""The native engine: torch's scaled_dot_product_attention, for what it can express. Also the way to cuDNN."""
+"""The native engine: torch's scaled_dot_product_attention (and so cuDNN), for problems it can express."""
 
 import threading
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, Request, is_plain, rows_are_aligned
 from tilewise.tiles import dense_capture
 
-SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, also where somebody replaced the name in torch.nn.functional
+SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, even if the name in torch.nn.functional was monkeypatched
 
 
 class _OwnCall(threading.local):
@@ -21,7 +21,7 @@ class _OwnCall(threading.local):
 
 
 NOTHING = torch.empty(0), torch.empty(0)
-own_call = _OwnCall()  # whether SDPA is being called by tilewise itself: those who intercept or watch SDPA leave that call alone
+own_call = _OwnCall()  # whether tilewise itself is calling SDPA: interception and watch ignore such calls
 
 
 class NativeEngine(Engine):
@@ -68,7 +68,7 @@ class NativeEngine(Engine):
         return None
 
     def _leaks(self, problem: Problem, fused: bool) -> str | None:
-        """Why SDPA would not keep masked keys out: it multiplies them by 0, and 0 * NaN is NaN."""
+        """Why SDPA could let NaN in masked keys through: it multiplies them by 0, and 0 * NaN is NaN."""
         if not problem.is_causal_only:
             return "SDPA lets NaN in masked keys through, so it gets a mask tensor only when asked for by name"
         if fused:

@@ -1,4 +1,4 @@
-"""The reference engine: dense, written to be read. It defines what every other engine must compute."""
+"""The reference engine: dense and written for clarity. It defines what every other engine must compute."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, scalar_seed
-from tilewise.engines.dropout import keep_scale, kept
-from tilewise.engines.masked_matmul import mix
+from tilewise.engines.dropout import dropout_keep, keep_scale
+from tilewise.engines.masked_matmul import masked_matmul
 from tilewise.lang import BoundProgram, CaptureSpec, evaluate
 from tilewise.lang.program import Tape, finish
 from tilewise.lang.types import NAME_OF
@@ -20,30 +20,30 @@ from tilewise.tiles import FULL, PARTIAL, TileMap
 
 
 def indices(problem: Problem) -> dict[str, Tensor]:
-    """b, h, q and kv as tensors that broadcast to (batch, heads, queries, keys)."""
+    """b, h, q and kv as tensors that broadcast to [B, H, Sq, Skv]."""
     sizes = {"b": problem.batch, "h": problem.heads, "q": problem.q_len, "kv": problem.kv_len}
     return {name: torch.arange(n, device=problem.device).view([-1 if d == axis else 1 for d in range(4)]) for axis, (name, n) in enumerate(sizes.items())}
 
 
 def allowed(problem: Problem) -> Tensor | None:
-    """(B, H, Sq, Skv), broadcastable: who may attend to whom; None where everyone may."""
+    """Which pairs may attend, broadcastable to [B, H, Sq, Skv]; None if all may."""
     if problem.mask is None and problem.tiles is None:
         return None
     inside = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=problem.device)
     if problem.mask is not None:
         inside = torch.as_tensor(evaluate(problem.mask, indices(problem)), device=problem.device)
-    return inside if problem.tiles is None or not problem.tiles.given else _within_tiles(problem.tiles, inside, problem)
+    return inside if problem.tiles is None or not problem.tiles.given else _in_tiles(problem.tiles, inside, problem)
 
 
-def _within_tiles(tiles: TileMap, inside: Tensor, problem: Problem) -> Tensor:
+def _in_tiles(tiles: TileMap, inside: Tensor, problem: Problem) -> Tensor:
     """Full tiles allow everything, partial ones what the mask allows, the others nothing."""
-    states = tiles.dense().repeat_interleave(tiles.tile[0], 2).repeat_interleave(tiles.tile[1], 3)
+    states = tiles.dense().repeat_interleave(tiles.tile[0], 2).repeat_interleave(tiles.tile[1], 3)  # [1 or B, 1 or H, Sq, Skv], rounded up to tiles
     states = states[:, :, : problem.q_len, : problem.kv_len]
     return (states == FULL) | ((states == PARTIAL) & inside)
 
 
 class _Finite(torch.autograd.Function):
-    """0 where a number is not finite; the gradient passes unchanged."""
+    """Replaces NaN and Inf by 0; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -55,17 +55,17 @@ class _Finite(torch.autograd.Function):
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
-    """q @ k^T whose gradient passes by infinities and NaNs: a masked one must not reach dq as 0 * NaN."""
+    """q @ k^T, whose gradient skips NaN and Inf in q and k: a masked one must not reach dq as 0 * NaN."""
     if bool(q.isfinite().all()) and bool(k.isfinite().all()):
         return q @ k.transpose(-1, -2)
-    finite = _Finite.apply(q) @ _Finite.apply(k).transpose(-1, -2)
+    finite: Tensor = _Finite.apply(q) @ _Finite.apply(k).transpose(-1, -2)
     return finite + (q.detach() @ k.detach().transpose(-1, -2) - finite.detach())
 
 
-def changed(score: BoundProgram, scores: Tensor, at: dict[str, Tensor], permitted: Tensor | None) -> Tensor:
-    """What the score functions make of the scores, -inf where not permitted.
+def apply_score(score: BoundProgram, scores: Tensor, at: dict[str, Tensor], permitted: Tensor | None) -> Tensor:
+    """The scores after the score functions, -inf where not permitted.
 
-    Their derivative is taken only where the result is attended: elsewhere it may be infinite or NaN, which times 0 is NaN.
+    Evaluated for autograd at attended positions only: elsewhere the derivative may be Inf or NaN, and 0 times that is NaN.
     """
     with torch.no_grad():
         everywhere = torch.as_tensor(evaluate(score, at | {"score": scores})).to(scores).expand_as(scores)
@@ -75,49 +75,49 @@ def changed(score: BoundProgram, scores: Tensor, at: dict[str, Tensor], permitte
     return torch.full_like(scores, -torch.inf).index_put(place, found.to(scores).expand(len(place[0])))
 
 
-class _Mix(torch.autograd.Function):
-    """mix() whose gradient keeps to the same rule: what is not attended is left out, not multiplied by 0."""
+class _MaskedMatmul(torch.autograd.Function):
+    """masked_matmul() with a gradient that also ignores masked positions instead of multiplying them by 0."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor, attended: Tensor) -> Tensor:
         ctx.save_for_backward(weights, values, attended)
-        return mix(weights, values, attended)
+        return masked_matmul(weights, values, attended)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, values, attended = ctx.saved_tensors
         d_weights = torch.where(attended, grad @ values.transpose(-1, -2), 0)
-        d_values = mix(torch.where(attended, weights, 0).transpose(-1, -2), grad, attended.transpose(-1, -2))
+        d_values = masked_matmul(torch.where(attended, weights, 0).transpose(-1, -2), grad, attended.transpose(-1, -2))
         return d_weights, d_values, None
 
 
 def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Output:
-    """The meaning, step by step, in plain differentiable torch; `inner` is the precision of everything inside."""
+    """Attention step by step, in plain differentiable torch; `inner` is the precision of all intermediate results."""
     inner = problem.inner_dtype if inner is None else inner
     ratio = problem.heads // problem.kv_heads if problem.kv_heads else 1
-    q = problem.query.to(inner)
-    k = problem.key.to(inner).repeat_interleave(ratio, 1)
-    v = problem.value.to(inner).repeat_interleave(ratio, 1)
+    q = problem.query.to(inner)  # [B, H, Sq, D]
+    k = problem.key.to(inner).repeat_interleave(ratio, 1)  # [B, H, Skv, D]
+    v = problem.value.to(inner).repeat_interleave(ratio, 1)  # [B, H, Skv, Dv]
     at = indices(problem)
 
-    scores = problem.scale * products(q, k)
+    scores = problem.scale * products(q, k)  # [B, H, Sq, Skv]
     permitted = allowed(problem)
     if permitted is not None:
         scores = torch.where(permitted, scores, -torch.inf)
     if problem.score is not None:
-        scores = changed(problem.score, scores, at, permitted)
+        scores = apply_score(problem.score, scores, at, permitted)
     attended = (scores > -torch.inf) | scores.isnan()
     scores = torch.where(attended, scores, -torch.inf)  # no gradient passes here, not even a NaN
 
-    # A row with nothing to attend has maximum -inf; measuring it from 0 makes its weights 0 instead of NaN.
+    # The max of a row with nothing to attend to is -inf; subtracting 0 instead makes its weights 0 and not NaN.
     max_score = scores.detach().amax(-1, keepdim=True) if problem.kv_len else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     ceiling, sink = max_score, None
     if problem.sinks is not None:
-        sink = problem.sinks.to(inner).view(1, -1, 1, 1)
+        sink = problem.sinks.to(inner).view(1, -1, 1, 1)  # [1, H, 1, 1]
         ceiling = torch.maximum(max_score, sink.detach())
     base = torch.where(ceiling == -torch.inf, 0.0, ceiling)
     weights = torch.exp(scores - base)
-    total = weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True)  # [B, H, Sq, 1]
     if sink is not None:
         total = total + torch.exp(sink - base)
     nothing = total == 0
@@ -125,14 +125,14 @@ def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Outpu
     weights = weights / torch.where(nothing, 1.0, total)
 
     if problem.dropout_p > 0:
-        keep = kept(problem.dropout_p, scalar_seed(problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
+        keep = dropout_keep(problem.dropout_p, scalar_seed(problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
         weights = torch.where(keep, weights * keep_scale(problem.dropout_p), 0.0)
-    out = _Mix.apply(weights, v, attended)
+    out = _MaskedMatmul.apply(weights, v, attended)
     return Output(out, lse, max_score.squeeze(-1))
 
 
 def widened(call: BoundProgram) -> BoundProgram:
-    """Captures as float64, rounded back after each load: no value changes, but their gradients add up in float64."""
+    """The same program with float64 captures, rounded back after each load: values are the same, but gradients accumulate in float64."""
     captures = tuple(t.double() if t.is_floating_point() else t for t in call.captures)
     specs = tuple(CaptureSpec(NAME_OF[t.dtype], t.dim()) for t in captures)
     tape, place = Tape(), list[int]()
@@ -147,7 +147,7 @@ def widened(call: BoundProgram) -> BoundProgram:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Autograd records what is computed here, also inside an operator that torch runs below autograd (under a TorchDispatchMode it does)."""
+    """Enables autograd even inside an operator that torch runs below the autograd key, as it does under a TorchDispatchMode."""
     keys, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with guard(keys.AutogradFunctionality, False), guard(keys.ADInplaceOrView, False), torch.enable_grad():
         yield

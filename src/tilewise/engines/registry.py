@@ -1,4 +1,4 @@
-"""The engines there are, in the order in which they are tried: the fastest first."""
+"""All engines, in the order in which they are tried: fastest first."""
 
 from tilewise.engines.base import Engine
 from tilewise.engines.blocked import BlockedEngine

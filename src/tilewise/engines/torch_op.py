@@ -1,6 +1,6 @@
-"""The torch operator every engine runs behind: autograd, torch.compile, opcheck and fake tensors come from here.
+"""The torch operator that all engines run behind: it gives them autograd, torch.compile, opcheck and fake tensors.
 
-Its arguments are plain data, programs included (as text), so that nothing but tensors, numbers and strings enters a graph.
+Its arguments are plain data (programs as text), so that a graph holds nothing but tensors, numbers and strings.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -68,7 +68,7 @@ def _call_arguments(call: BoundProgram | None) -> tuple[str, list[Tensor], list[
 
 
 def problem_of(args: tuple[Any, ...]) -> tuple[Engine, Problem]:
-    """The way back of `arguments`."""
+    """The inverse of `arguments`."""
     engine, query, key, value, mask, m_captures, m_ints, m_floats, runs, geometry, score, s_captures, s_ints, s_floats, *rest = args
     mask_call = BoundProgram(parse(mask), tuple(m_captures), tuple(m_ints), tuple(m_floats)) if mask else None
     score_call = BoundProgram(parse(score), tuple(s_captures), tuple(s_ints), tuple(s_floats)) if score else None
@@ -82,7 +82,7 @@ def problem_of(args: tuple[Any, ...]) -> tuple[Engine, Problem]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside an engine every product has the precision the engine wrote down: autocast was applied to the inputs, once."""
+    """Engines choose the precision of every product themselves: autocast applies once, to the inputs."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
@@ -94,7 +94,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
-    """The output with its dimensions in memory in the query's order."""
+    """The output, with its dimensions in the query's memory order."""
     if problem.v_dim == problem.head_dim and out.stride() == problem.query.stride():
         return out
     wanted = like_query(problem.query, problem.v_dim)
@@ -114,7 +114,7 @@ library.impl("attention", forward, "CompositeExplicitAutograd")
 library.impl("attention_backward", backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilewise::attention", lib=library)
+@torch.library.register_fake("tilewise::attention", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, value = args[1], args[3]
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -122,7 +122,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return like_query(query, value.shape[3]), rows, torch.empty_like(rows)
 
 
-@torch.library.register_fake("tilewise::attention_backward", lib=library)
+@torch.library.register_fake("tilewise::attention_backward", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     query, key, value, captures, sinks, wanted = args[1], args[2], args[3], args[SCORE_CAPTURES], args[SINKS], args[-1]
 
@@ -133,7 +133,7 @@ def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Ten
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Tensors go through save_for_backward, everything else is kept as it is."""
+    """Saves tensors with save_for_backward and everything else on ctx."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     flat: list[Any] = []
@@ -143,7 +143,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
         ctx.form.append(("list", len(values)) if isinstance(value, (list, tuple)) else ("one", 1))
         flat += values
     tensors = [v for v in flat if isinstance(v, Tensor)]
-    ctx.rest = [None if isinstance(v, Tensor) else v for v in flat]
+    ctx.non_tensors = [None if isinstance(v, Tensor) else v for v in flat]
     ctx.is_tensor = [isinstance(v, Tensor) for v in flat]
     ctx.count = len(tensors)
     ctx.save_for_backward(*tensors, *output)
@@ -152,14 +152,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _saved(ctx: Any) -> tuple[list[Any], tuple[Tensor, ...]]:
     tensors = list(ctx.saved_tensors)
     output = tuple(tensors[ctx.count :])
-    waiting = iter(tensors[: ctx.count])
-    flat = iter([next(waiting) if is_tensor else rest for is_tensor, rest in zip(ctx.is_tensor, ctx.rest, strict=True)])
+    saved = iter(tensors[: ctx.count])
+    flat = iter([next(saved) if is_tensor else rest for is_tensor, rest in zip(ctx.is_tensor, ctx.non_tensors, strict=True)])
     inputs = [[next(flat) for _ in range(size)] if kind == "list" else next(flat) for kind, size in ctx.form]
     return inputs, output
 
 
 class Once(torch.autograd.Function):
-    """Gradients under create_graph: usable, but differentiating them again is an error instead of a silent 0."""
+    """Gradients under create_graph: they can be used, but differentiating them again raises instead of silently giving 0."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *sources: Any) -> tuple[Tensor, ...]:
@@ -184,7 +184,7 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_
     found[1:4] = query, key, value
     found[SCORE_CAPTURES] = [captures[wanted.index(k)] if k in wanted else None for k in range(len(inputs[SCORE_CAPTURES]))]
     found[SINKS] = sinks if inputs[SINKS] is not None else None
-    for position, given in enumerate(inputs):  # torch wants a list for every list of tensors, and counts an empty list as one
+    for position, given in enumerate(inputs):  # torch expects a list of gradients for every list of tensors, empty lists included
         if isinstance(given, list) and position != SCORE_CAPTURES and all(isinstance(v, Tensor) for v in given):
             found[position] = [None] * len(given)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""BlockMask: torch's form of a tile map. Its index lists are derived only when somebody reads them."""
+"""BlockMask: torch's form of a tile map. Its index lists are computed only when they are read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ def noop_mask(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
 
 
 def sliced_mask_mod(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
-    """Stands in for the mask_mod of a slice, which would count from the first query of the whole mask."""
+    """Placeholder for the mask_mod of a slice: the original would count positions from the start of the whole mask."""
     raise MisuseError(
         "Cannot use mask_mod from a sliced BlockMask: it counts positions from the start of the mask that was sliced. "
         "Set it from the original: sliced.mask_mod = shifted(original.mask_mod), or pass the slice on as it is"
@@ -39,7 +39,7 @@ class Blocks:
     """The blocks behind the lists: rows are batch x query blocks."""
 
     partial: Runs
-    full: Runs | None  # None where full blocks are not told apart
+    full: Runs | None  # None if full blocks are not listed separately
     batch: tuple[int, ...]
     rows: int
     columns: int
@@ -54,7 +54,7 @@ class Blocks:
 
 
 def _listed(name: str) -> Any:
-    """A list as an attribute: derived when it is first read, replaced when it is assigned."""
+    """A list as a property: computed on first read, replaced on assignment."""
 
     def read(self: "BlockMask") -> Tensor | None:
         return self._list(name)
@@ -87,11 +87,11 @@ class BlockMask:
     full_q_indices = _listed("full_q_indices")
 
     BLOCK_SIZE: tuple[int, int]
-    dq_write_order: Tensor | None  # these four are for torch's own kernels: kept, never used
+    dq_write_order: Tensor | None  # these four are for torch's own kernels: stored, never used
     dq_write_order_full: Tensor | None
     dq_kv_order: Tensor | None
     dq_kv_order_spt: bool | None
-    _tiles: TileMap | None  # without it, the lists are the mask; without lists, it is yet to be built from mask_mod
+    _tiles: TileMap | None  # None: the lists are the mask or, if there are no lists either, it has yet to be built from mask_mod
     _lists: dict[str, Tensor | None]
     _versions: dict[str, int]  # of the derived lists, to notice changes in place
 
@@ -125,7 +125,7 @@ class BlockMask:
         self.BLOCK_SIZE = (block, block) if isinstance(block, int) else (block[0], block[1])
         self._lengths, self._mask_mod, self._batch = (seq_lengths[0], seq_lengths[1]), mask_mod, batch
         self._new_lengths = self._new_mask = False  # assigned by the user
-        self._separate = True  # full blocks have lists of their own
+        self._separate = True  # full blocks are listed separately
         self._lists, self._versions, self._tiles = {}, {}, None
         self._device = torch.device("cpu")
         self._without_mask = False  # a slice taken while compiling: the mask inside its blocks is unknown
@@ -135,7 +135,7 @@ class BlockMask:
     def from_mask(
         cls, mask_mod: MaskFunction, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device, block: int | tuple[int, int], separate: bool
     ) -> "BlockMask":
-        """The block mask of a function; while compiling it is only noted down, and built when it is needed."""
+        """The block mask of a function; while compiling, the build is deferred until it is needed."""
         made = cls.__new__(cls)
         made._start((q_len, kv_len), block, mask_mod, (batch, heads))
         made._separate, made._device = separate, device
@@ -145,7 +145,7 @@ class BlockMask:
 
     def _build(self) -> None:
         size, lengths = self.BLOCK_SIZE, self._lengths
-        tile = [min(n, -(-max(length, 1) // BLOCK) * BLOCK) for n, length in zip(size, lengths, strict=True)]  # larger ones cover no more
+        tile = [min(n, -(-max(length, 1) // BLOCK) * BLOCK) for n, length in zip(size, lengths, strict=True)]  # no larger than the sequence
         self._tiles = tile_map(
             self._mask_mod, batch=self._batch[0], heads=self._batch[1], q_len=lengths[0], kv_len=lengths[1], device=self._device, tile=(tile[0], tile[1])
         )
@@ -222,7 +222,7 @@ class BlockMask:
         return self._lists[name]
 
     def _assign(self, name: str, value: Tensor | None) -> None:
-        if name in FORWARD:  # from now on the lists are the mask
+        if name in FORWARD:  # from now on, the lists are the mask
             self._give_up_tiles()
             self._forget(BACKWARD)
         self._lists[name] = value
@@ -240,7 +240,7 @@ class BlockMask:
             self._lists.pop(name, None)
 
     def _notice_changes(self) -> None:
-        """A derived list that was written to since makes the lists the mask."""
+        """If a derived list was changed in place, the lists become the mask."""
         if self._tiles is not None and self._versions and not torch.compiler.is_compiling():
             lists = [(name, self._lists[name], version) for name, version in self._versions.items() if name in FORWARD]
             if any(t is not None and t._version != version for _, t, version in lists):
@@ -250,7 +250,7 @@ class BlockMask:
     # -- as tiles and as lists ---------------------------------------------------------------------------------------
 
     def as_mask(self) -> TileMap | MaskFunction:
-        """What attention runs on: a tile map; while compiling a function that makes the mask itself, its mask_mod."""
+        """What attention runs on: a tile map; or mask_mod, if the mask was created inside a function being compiled."""
         if self._tiles is None and "kv_indices" not in self._lists:
             if torch.compiler.is_compiling():
                 return self._mask_mod
@@ -283,7 +283,7 @@ class BlockMask:
         self._notice_changes()
         if self._tiles is None:
             lists = [self._lists[name] for name in FORWARD]
-            rows, columns = lists[1].shape[-2:]  # type: ignore[union-attr]  # of the partial blocks, which are always there
+            rows, columns = lists[1].shape[-2:]  # type: ignore[union-attr]  # kv_indices is never None
             return Blocks(_runs(*lists[:2]), None if lists[2] is None else _runs(*lists[2:]), self._batch, rows, columns)
         g, partial, full = self._tiles.geometry, trimmed(self._tiles.partial), trimmed(self._tiles.full)
         if not self._separate:
@@ -315,7 +315,7 @@ class BlockMask:
         """The mask of some batch elements, heads and query blocks: integers, slices or 1-D index tensors; dimensions stay.
 
         As in torch, `seq_lengths` stays that of the whole mask, and `mask_mod`, which counts from its start, cannot be
-        called until it is assigned. Unlike in torch, the slice can be attended with as it is, by just its queries.
+        called until it is assigned. Unlike in torch, the slice itself can be used for attention, with just its queries.
         """
         if len(self._batch) != 2:
             raise InputError(f"a BlockMask is sliced by batch, head and query block, but its lists have {len(self._batch)} leading dimension(s), not 2")
@@ -327,14 +327,14 @@ class BlockMask:
         g = tiles.geometry
         batch = tuple([len(_chosen(p, n)) for p, n in zip(picks, self._batch, strict=False)])
         picks = [slice(None) if n == 1 else p for p, n in zip(picks, (g.batch, g.heads), strict=False)] + picks[2:]
-        part = BlockMask.__new__(BlockMask)
-        part._start(self._lengths, self.BLOCK_SIZE, sliced_mask_mod, batch)
-        part._separate = self._separate
+        sliced = BlockMask.__new__(BlockMask)
+        sliced._start(self._lengths, self.BLOCK_SIZE, sliced_mask_mod, batch)
+        sliced._separate = self._separate
         if torch.compiler.is_compiling():
-            part._tiles, part._without_mask = _sliced(tiles, picks), True
+            sliced._tiles, sliced._without_mask = _sliced(tiles, picks), True
         else:
-            part._tiles = tiles[tuple(picks)]
-        return part
+            sliced._tiles = tiles[tuple(picks)]
+        return sliced
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> "BlockMask":
         """The upper left corner of the mask, for other lengths."""
@@ -483,7 +483,7 @@ _library.define("restricted_runs(Tensor offsets, Tensor start, Tensor count, Ten
 _library.impl("restricted_runs", _restricted, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilewise::restricted_runs", lib=_library)
+@torch.library.register_fake("tilewise::restricted_runs", lib=_library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _restricted_sizes(offsets: Tensor, start: Tensor, count: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     most = _most_runs(rows.shape[0], columns)
     return offsets.new_empty((rows.shape[0] + 1,)), start.new_empty((most,)), count.new_empty((most,))
@@ -493,10 +493,10 @@ def _restrict(tiles: TileMap, b: Tensor, h: Tensor, q: Tensor, geometry: Geometr
     """The tiles of these batch elements, heads and query tiles, within the new geometry's keys, as bare tiles."""
     g = tiles.geometry
     rows = ((b[:, None, None] * g.heads + h[None, :, None]) * g.q_tiles + q[None, None, :]).flatten()
-    parts = [Runs(*torch.ops.tilewise.restricted_runs(r.offsets, r.start, r.count, rows, geometry.kv_tiles)) for r in (tiles.partial, tiles.full)]
+    partial, full = (Runs(*torch.ops.tilewise.restricted_runs(r.offsets, r.start, r.count, rows, geometry.kv_tiles)) for r in (tiles.partial, tiles.full))
     if not torch.compiler.is_compiling():
-        parts = [trimmed(runs) for runs in parts]
-    return TileMap(geometry, parts[0], parts[1], tiles.mask, tiles.name, given=True)
+        partial, full = trimmed(partial), trimmed(full)
+    return TileMap(geometry, partial, full, tiles.mask, tiles.name, given=True)
 
 
 def _cropped(tiles: TileMap, q_len: int, kv_len: int) -> TileMap:
@@ -524,7 +524,7 @@ def _chosen(pick: Any, size: int) -> Tensor:
 
 
 def _drawn(blocks: Blocks, place: tuple[int, ...], row_step: int, column_step: int) -> Iterator[str]:
-    """Lines of a drawing: blank where nothing of a section is computed, black where all of it is."""
+    """The lines of a drawing: a cell is blank if none of its blocks are computed, black if all are."""
     group = 0
     for at, size in zip(place, blocks.batch, strict=True):
         group = group * size + (at if size > 1 else 0)
@@ -532,10 +532,10 @@ def _drawn(blocks: Blocks, place: tuple[int, ...], row_step: int, column_step: i
     heights = torch.tensor([min(row_step, blocks.rows - r) for r in range(0, blocks.rows, row_step)])
     covered = torch.zeros((len(heights), len(edges) - 1), dtype=torch.int64)
     for runs in blocks.runs:
-        part = runs.select(torch.arange(group * blocks.rows, (group + 1) * blocks.rows, device=runs.device)).to("cpu")
-        start, stop = part.start.long()[:, None], (part.start + part.count).long()[:, None]
+        rows = runs.select(torch.arange(group * blocks.rows, (group + 1) * blocks.rows, device=runs.device)).to("cpu")
+        start, stop = rows.start.long()[:, None], (rows.start + rows.count).long()[:, None]
         overlap = (torch.minimum(stop, edges[1:]) - torch.maximum(start, edges[:-1])).clamp(min=0)
-        covered.index_add_(0, part.row_of_run() // row_step, overlap)
+        covered.index_add_(0, rows.row_of_run() // row_step, overlap)
     whole = heights[:, None] * (edges[1:] - edges[:-1])
     shades = (covered > 0).long() + (covered == whole).long()
     for line in shades.tolist():

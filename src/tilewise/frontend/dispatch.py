@@ -148,13 +148,13 @@ def ruling_options(choice: Choice, problem: Problem, request: Request) -> list[t
     """Options without which an engine that comes earlier in the order would have been chosen, and that engine."""
     without: dict[str, tuple[Problem, Request]] = {}
     if problem.deterministic:
-        without["deterministic=True"] = problem.with_tensors(deterministic=False), request
+        without["deterministic=True"] = problem.replaced(deterministic=False), request
     if problem.dropout_p > 0:
-        without["dropout_p"] = problem.with_tensors(dropout_p=0.0, seed=None), request._replace(seeded=False)
+        without["dropout_p"] = problem.replaced(dropout_p=0.0, seed=None), request._replace(seeded=False)
     if request.needs_lse:
         without["return_lse=True"] = problem, request._replace(needs_lse=False)
     if problem.tiles is not None and problem.mask is not None:  # bare tiles are a mask themselves
-        without["the given tile map"] = problem.with_tensors(tiles=None), request
+        without["the given tile map"] = problem.replaced(tiles=None), request
     skipped = [v.engine for v in choice.verdicts if v.reason is not None]
     return [(option, engine) for engine in skipped for option, other in without.items() if reason_against(engine_named(engine), *other) is None]
 

@@ -1,4 +1,4 @@
-"""The scope in which calls of torch's scaled_dot_product_attention are served by another function."""
+"""Intercepts torch's scaled_dot_product_attention inside a `with` block."""
 
 import re
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from torch.overrides import TorchFunctionMode
 from tilewise.engines.native import SDPA, own_call
 from tilewise.frontend.dispatch import attention_backend, check_name
 
-LOOKS_LIKE_ATTENTION = re.compile(r"Attention|Attn")  # names of classes
+LOOKS_LIKE_ATTENTION = re.compile(r"Attention|Attn")  # class names
 Sdpa = Callable[..., Tensor]  # with torch's signature
-MULTI_HEAD = functional.multi_head_attention_forward  # torch's nn.MultiheadAttention; its inner SDPA is hidden from a mode
+MULTI_HEAD = functional.multi_head_attention_forward  # behind nn.MultiheadAttention: a TorchFunctionMode does not see the SDPA call inside it
 
 
 class Interception(TorchFunctionMode):
-    """Inside the `with` block, on this thread, `sdpa` serves every call of torch's scaled_dot_product_attention; `backend` as attention_backend has it."""
+    """Inside the `with` block, on this thread, `sdpa` serves every call of torch's scaled_dot_product_attention; `backend` is as in attention_backend."""
 
     def __init__(self, sdpa: Sdpa, backend: str | None, name: str) -> None:
         super().__init__()
         if backend is not None:
             check_name(backend, name)
         self._sdpa = sdpa
-        self._choices: list[AbstractContextManager[None]] = []  # one for each time the block is entered
+        self._choices: list[AbstractContextManager[None]] = []  # a stack, because the block may be entered again inside itself
         self.backend = backend
 
     def __enter__(self) -> "Interception":
@@ -78,22 +78,22 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, None] | None:
-    """torch's F.multi_head_attention_forward, (sequence, batch, features); None where it needs what only torch's own gives."""
+    """torch's F.multi_head_attention_forward, (sequence, batch, features); None if the call needs something that only torch's own provides."""
     rare = (bias_k, bias_v, static_k, static_v)
     if need_weights or add_zero_attn or any([t is not None for t in rare]) or query.is_nested:
         return None
-    lone = query.dim() == 2
-    if lone:
+    unbatched = query.dim() == 2
+    if unbatched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else _thirds(in_proj_weight)
     projected = [functional.linear(t, w, b) for t, w, b in zip((query, key, value), weights, _thirds(in_proj_bias), strict=True) if w is not None]
     q, k, v = (t.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for t in projected)
     mask = _merged(attn_mask, key_padding_mask, q)
-    causal = is_causal and attn_mask is None  # with a mask, is_causal only says what the mask holds already
+    causal = is_causal and attn_mask is None  # with a mask, is_causal is only a hint about what the mask already contains
     out = sdpa(q, k, v, mask, dropout_p if training else 0.0, causal)
     out = functional.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    return (out.squeeze(1) if lone else out), None
+    return (out.squeeze(1) if unbatched else out), None
 
 
 def _thirds(packed: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -101,7 +101,7 @@ def _thirds(packed: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """nn.MultiheadAttention's masks, in which true means "do not attend", as one of SDPA's."""
+    """nn.MultiheadAttention's masks, in which True means "do not attend", merged into one mask for SDPA."""
     batch, heads = query.shape[:2]
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.unflatten(0, (batch, heads)) if attn_mask.shape[0] == batch * heads else attn_mask.unsqueeze(0)

@@ -1,8 +1,8 @@
-"""Mask tensors as clients pass them, read once: most say less than their size suggests, and that is quicker to attend with.
+"""Mask tensors from clients, simplified: most hold a much simpler mask, which is faster to attend with.
 
-A tensor that forbids nothing is no mask; one that only says which keys are padding is a few lengths; an additive one of 0 and
--10000 (or finfo.min, or -inf) is boolean. Saying so means looking at the contents, so the answer is remembered: by the identity,
-the version and the place of the tensor, so that one changed in place or replaced is read anew.
+A tensor that forbids nothing is no mask; a padding mask is one length per batch element; an additive mask of 0 and -10000 (or
+finfo.min, or -inf) is boolean. Finding out means reading the contents, so the result is cached by the tensor's identity, version
+and address: a tensor that is changed in place or replaced is read again.
 """
 
 import threading
@@ -15,28 +15,28 @@ from torch import Tensor
 
 from tilewise import scores
 from tilewise.errors import InputError
-from tilewise.masks import Mask, padding
+from tilewise.masks import Mask, broadcast_load, padding
 
-FORBIDS = -9984.0  # added to a score, this or less leaves exp() nothing: clients write "do not attend" as -10000, which bfloat16 rounds to this
+FORBIDS = -9984.0  # added to a score, this or less makes exp() 0: clients write "do not attend" as -10000, which bfloat16 rounds to -9984
 REMEMBERED = 64
 
 
 class Reading(NamedTuple):
-    """What a mask tensor says: who may attend to whom, and what is added to the scores."""
+    """What a mask tensor means: a boolean mask, and what is added to the scores."""
 
     mask: Mask | None = None
     score: scores.Score | None = None
 
 
 def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
-    """The reading of a mask that broadcasts to (batch, heads, queries, keys); None where its contents must not be looked at.
+    """The reading of a mask that broadcasts to (batch, heads, queries, keys).
 
-    That is under torch.compile, and for a mask that is learned.
+    None if its contents must not be read: under torch.compile, or if it requires grad.
     """
     check(mask, sizes)
     if torch.compiler.is_compiling() or mask.requires_grad or type(mask) not in (Tensor, torch.nn.Parameter):
         return None
-    if mask.is_inference():  # its changes leave no trace, so nothing may be remembered
+    if mask.is_inference():  # inference tensors have no version counter, so changes in place go unnoticed: do not cache
         return _look(mask, sizes)
     return _readings.get(mask, sizes)
 
@@ -49,10 +49,10 @@ def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
 
 
 class _Readings:
-    """The most recent readings. The tensors are held weakly, and readings share their memory only as long as they live."""
+    """Cache of recent readings. It holds the tensors weakly, and drops a reading, which shares their memory, when its tensor is freed."""
 
     def __init__(self) -> None:
-        self.looked = 0  # how many tensors were really looked at; tests count
+        self.looked = 0  # cache misses (for tests)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Any, tuple[weakref.ref[Tensor], Reading]] = OrderedDict()
 
@@ -77,17 +77,17 @@ _readings = _Readings()
 
 
 def _look(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-    if 0 in sizes:  # nobody meets anybody, and tensors of no elements have nothing to load
+    if 0 in sizes:  # an empty problem: there is nothing to mask, and an empty tensor has nothing to load
         return Reading()
-    whole = mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape)  # detached: the reading keeps no client's tensor alive
+    whole = mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape)  # detached, so that the reading does not keep the client's tensor alive
     for d, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
-        if size > 1 and stride == 0:  # only expanded
+        if size > 1 and stride == 0:  # an expanded dimension
             whole = whole.narrow(d, 0, 1)
     return _of_boolean(whole, sizes) if whole.dtype == torch.bool else _of_additive(whole, sizes)
 
 
 def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-    """What is asked of the contents is asked together: on a GPU every answer is a wait."""
+    """All questions about the contents are answered together: on a GPU, every answer is a synchronisation."""
     heads, queries, keys = mask.shape[1:]
     first = mask[:, :1]
     lengths = first.sum(-1, keepdim=True)
@@ -101,21 +101,21 @@ def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
     if allows_all:
         return Reading()
     if heads > 1 and not heads_agree:
-        return Reading(Mask(_loaded(mask), "tensor", *mask.shape))
+        return Reading(Mask(broadcast_load(mask), "tensor", *mask.shape))
     if is_padding:
         return Reading(padding(lengths.flatten().expand(sizes[0]).contiguous()))
     if queries == 1:
-        return Reading(Mask(_loaded(first), "key_padding", *first.shape))
-    if is_product:  # padding of queries and of keys, multiplied out
-        return Reading(Mask(_both(_loaded(rows), _loaded(columns)), "token_padding", *first.shape))
-    return Reading(Mask(_loaded(first), "tensor", *first.shape))
+        return Reading(Mask(broadcast_load(first), "key_padding", *first.shape))
+    if is_product:  # an outer product of query and key padding
+        return Reading(Mask(_both(broadcast_load(rows), broadcast_load(columns)), "token_padding", *first.shape))
+    return Reading(Mask(broadcast_load(first), "tensor", *first.shape))
 
 
 def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
     forbidden, impossible = mask <= FORBIDS, mask == -torch.inf
     adds, uniform, forbids = _answers(
         (torch.where(forbidden, 0, mask) != 0).any(),
-        (forbidden.all(-1) & ~impossible.all(-1)).any(),  # a row of -10000 alone attends to all keys alike: there the number counts
+        (forbidden.all(-1) & ~impossible.all(-1)).any(),  # a row of nothing but -10000 attends to all keys equally, so there it must be added
         impossible.any(),
     )
     if not adds and not uniform:
@@ -125,20 +125,10 @@ def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
 
 
 def _answers(*questions: Tensor | None) -> list[bool]:
-    """The truth of 0-d tensors, fetched at once; None is false."""
+    """0-d boolean tensors as bools, fetched in one transfer; None is False."""
     asked = [q for q in questions if q is not None]
     found = iter(torch.stack(asked).tolist())
     return [q is not None and next(found) for q in questions]
-
-
-def _loaded(mask: Tensor) -> Any:
-    """mask[b, h, q, kv], with 0 where it broadcasts. The function holds plain values only, by which calls with it are remembered."""
-    one_batch, one_head, one_query, one_key = [size == 1 for size in mask.shape]
-
-    def look_up(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return mask[0 if one_batch else b, 0 if one_head else h, 0 if one_query else q, 0 if one_key else kv]
-
-    return look_up
 
 
 def _both(left: Any, right: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Packed sequences: many sequences of different lengths laid end to end, with no padding between them.
+"""Packed (varlen) batches: sequences of different lengths, end to end, without padding.
 
 A packed batch is one long sequence in which tokens attend only within their own sequence. The user's mask and score see
-positions inside each sequence, and the sequence's number as b. Tile maps leave out everything between sequences, so no
-engine needs to know about packing.
+positions inside each sequence, and the sequence's number as b. Tile maps skip everything between sequences, so engines need
+not know about packing.
 """
 
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ def sequence_and_position(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]
 
 
 def check_offsets(offsets: Tensor, tokens: int, name: str) -> None:
-    """Offsets that do not begin at 0, go back, or pass the last token would read other sequences' tokens."""
+    """Raises unless offsets start at 0, never decrease and end within the tokens; others would read tokens of other sequences."""
     if not isinstance(offsets, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(offsets).__name__}; torch.tensor({name}, dtype=torch.int32) makes one of a list")
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{name} must be a 1-D int32 or int64 tensor with one more entry than sequences, got {offsets.dtype} of shape {tuple(offsets.shape)}")
     if torch.compiler.is_compiling():
-        return  # contents are not known while compiling; sequence_and_position stays within the tokens whatever they are
+        return  # contents are unknown while compiling; sequence_and_position stays within the tokens in any case
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0 or last > tokens or bool((offsets[1:] < offsets[:-1]).any()):
         raise InputError(f"{name} must start at 0, never decrease and end at most at the {tokens} tokens given, got {_shown(offsets)}")
@@ -56,7 +56,7 @@ def _shown(offsets: Tensor) -> str:
 
 
 def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, is_causal: bool) -> tuple[Mask, list[Any]]:
-    """The user's mask and scores, as they read on the packed sequence."""
+    """The user's mask and scores, rewritten for the packed sequence."""
     q_sequence, q_position = sequence_and_position(packed.q_offsets, packed.query.shape[0])
     kv_sequence, kv_position = sequence_and_position(packed.kv_offsets, packed.key.shape[0])
     if mask is not None and not callable(mask):
@@ -71,21 +71,21 @@ def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[
             allowed = allowed & (i >= j)
         return allowed if mask is None else allowed & mask(number.clamp(min=0), h, i, j)
 
-    def inside(function: ScoreFunction) -> Score:
-        def changed(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def within_sequence(function: ScoreFunction) -> Score:
+        def rebased(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
             return function(s, q_sequence[q].clamp(min=0), h, q_position[q], kv_position[kv])
 
-        return Score(changed, getattr(function, "name", "score"))
+        return Score(rebased, getattr(function, "name", "score"))
 
     label = "packed" if mask is None else f"packed {getattr(mask, 'name', 'mask')}"
-    return Mask(same_sequence, label), [s if isinstance(s, Sinks) else inside(s) for s in as_scores(score)]
+    return Mask(same_sequence, label), [s if isinstance(s, Sinks) else within_sequence(s) for s in as_scores(score)]
 
 
 def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:
     """Jagged nested tensors (batch, sequence, heads, D) ["bshd"] or (batch, heads, sequence, D) ["bhsd"], packed."""
     if layout not in ("bhsd", "bshd"):
         raise InputError(f"nested tensors take layout 'bhsd' or 'bshd', got {layout!r}")
-    parts: list[Any] = []  # nested tensors have methods that Tensor's type does not know
+    token_major: list[Any] = []  # Any: nested tensors have methods that Tensor's type does not declare
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
             raise InputError(f"{name} must be a 4-D nested tensor with layout=torch.jagged, as the others are")
@@ -94,8 +94,8 @@ def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:
             other = "bshd" if layout == "bhsd" else "bhsd"
             raise InputError(f"{name} varies in length along dimension {ragged}, where layout {layout!r} has heads; pass layout={other!r} or transpose(1, 2)")
         tokens_first = tensor.transpose(1, 2) if layout == "bhsd" else tensor
-        parts.append(tokens_first)
-    q, k, v = parts
+        token_major.append(tokens_first)
+    q, k, v = token_major
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise InputError("key and value must have the same sequence lengths")
     if q.shape[0] != k.shape[0]:

@@ -76,7 +76,7 @@ def best_permutation(engine: Engine, problem: Problem) -> TokenPermutation | Non
 def token_permute(permutation: TokenPermutation, problem: Problem) -> Problem:
     """The problem with its tokens in another order: tensors copied, mask and score rewritten."""
     p = problem
-    return p.with_tensors(
+    return p.replaced(
         query=permutation.permute(p.query, 2),
         key=_permute_keys(permutation, p.key),
         value=_permute_keys(permutation, p.value),
@@ -259,7 +259,8 @@ def _permuted(points: Tensor, dim: int, strips: tuple[int, ...], across: int) ->
 def _unpermuted(tokens: Tensor, dim: int, shape: tuple[int, ...], strips: tuple[int, ...], heights: tuple[int, ...]) -> Tensor:
     """(..., tokens, ...) -> (..., axes of the grid, then as many as `heights` that lie across the strip, ...)"""
     if not strips:
-        return tokens.unflatten(dim, (shape[0], *heights))
+        points: Tensor = tokens.unflatten(dim, (shape[0], *heights))
+        return points
     parts: list[Tensor] = []
     each = prod(shape[1:]) * prod(heights)
     for part, height in _cut(tokens, dim, shape[0], strips[0], each):

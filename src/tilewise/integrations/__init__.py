@@ -1,4 +1,4 @@
-"""Existing models on tilewise, with one line that can be undone. Client libraries are imported only when they are asked for."""
+"""Run existing models on tilewise with one line, which can be undone. Client libraries are imported on demand."""
 
 from tilewise.integrations import diffusers, simpletuner, transformers
 from tilewise.integrations.configuration import Configured, configure, mechanism_of

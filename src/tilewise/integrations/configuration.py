@@ -24,17 +24,17 @@ logger = logging.getLogger("tilewise")
 class Configured:
     """A configured model. `remove()` gives it back the attention it had; so does leaving a `with` block.
 
-    It holds the model weakly, so that it is no reason for the model to stay.
+    It holds the model weakly, so it does not keep the model alive.
     """
 
     def __init__(self, model: nn.Module, mechanism: str) -> None:
         self.mechanism = mechanism
         self._implementations: list[tuple[weakref.ref[Any], str]] = []  # models of transformers, and the implementation each used before
         self._backends: list[tuple[weakref.ref[Any], Any]] = []  # processors of diffusers, and the backend each used before
-        for name, part in model.named_modules():
-            if isinstance(getattr(part, "set_attn_implementation", None), MethodType) and not self._is_within(name, model):
-                self._configure_transformers(part)
-            processor: Any = getattr(part, "processor", None)
+        for name, module in model.named_modules():
+            if isinstance(getattr(module, "set_attn_implementation", None), MethodType) and not self._is_within(name, model):
+                self._configure_transformers(module)
+            processor: Any = getattr(module, "processor", None)
             if hasattr(processor, "_attention_backend"):
                 self._configure_diffusers(processor)
         self._route: Route = route(model, mechanism, intercept=self._calls_sdpa(model))
@@ -44,8 +44,8 @@ class Configured:
         for processor, backend in self._backends:
             if (there := processor()) is not None:
                 there._attention_backend = backend
-        for part, implementation in self._implementations:
-            if (there := part()) is not None:
+        for submodel, implementation in self._implementations:
+            if (there := submodel()) is not None:
                 there.set_attn_implementation(implementation)
         self._backends, self._implementations = [], []
 
@@ -56,18 +56,18 @@ class Configured:
         self.remove()
 
     def _is_within(self, name: str, model: nn.Module) -> bool:
-        """Whether a part of the model lies in one that is configured already, and got its implementation from it."""
-        owners = {id(part()) for part, _ in self._implementations}
+        """Whether a submodule belongs to a transformers model that is already configured, and got its implementation from it."""
+        owners = {id(submodel()) for submodel, _ in self._implementations}
         return any(id(owner) in owners for owner in _owners(name, model))
 
-    def _configure_transformers(self, part: Any) -> None:
+    def _configure_transformers(self, submodel: Any) -> None:
         transformers.register()
-        before = part.config._attn_implementation
-        part.set_attn_implementation(transformers.NAME)
-        if part.config._attn_implementation == transformers.NAME:
-            self._implementations.append((weakref.ref(part), before))
+        before = submodel.config._attn_implementation
+        submodel.set_attn_implementation(transformers.NAME)
+        if submodel.config._attn_implementation == transformers.NAME:
+            self._implementations.append((weakref.ref(submodel), before))
         else:
-            logger.warning("%s keeps its own attention; only its calls of torch's SDPA are served by tilewise", type(part).__name__)
+            logger.warning("%s keeps its own attention; only its calls of torch's SDPA are served by tilewise", type(submodel).__name__)
 
     def _configure_diffusers(self, processor: Any) -> None:
         """Processor by processor: model.set_attention_backend would also change the backend of every other model."""
@@ -76,18 +76,18 @@ class Configured:
         processor._attention_backend = diffusers.backend_name()
 
     def _calls_sdpa(self, model: nn.Module) -> bool:
-        """Whether some attention layer does not hand its calls to a dispatcher, so that torch's SDPA has to be intercepted."""
-        handed = {id(processor()) for processor, _ in self._backends}
-        layers = [(name, part) for name, part in model.named_modules() if LOOKS_LIKE_ATTENTION.search(type(part).__name__) and not _holds_attention(part)]
-        return not layers or any(id(getattr(part, "processor", None)) not in handed and not self._is_within(name, model) for name, part in layers)
+        """Whether some attention layer bypasses the libraries' dispatchers, so that torch's SDPA has to be intercepted."""
+        dispatched = {id(processor()) for processor, _ in self._backends}
+        layers = [(name, m) for name, m in model.named_modules() if LOOKS_LIKE_ATTENTION.search(type(m).__name__) and not _holds_attention(m)]
+        return not layers or any(id(getattr(m, "processor", None)) not in dispatched and not self._is_within(name, model) for name, m in layers)
 
 
 def _owners(name: str, model: nn.Module) -> Iterator[nn.Module]:
-    """The model and every part of it that holds the part of this name."""
+    """The model and every submodule that contains the one of this name."""
     yield model
-    parts = name.split(".") if name else []
-    for k in range(1, len(parts)):
-        yield model.get_submodule(".".join(parts[:k]))
+    path = name.split(".") if name else []
+    for k in range(1, len(path)):
+        yield model.get_submodule(".".join(path[:k]))
 
 
 def _holds_attention(module: nn.Module) -> bool:
@@ -103,8 +103,8 @@ def configure(model: nn.Module, config: Mapping[str, Any] | str | PathLike[str])
         tilewise.integrations.configure(model, {"attention_mechanism": "flex"})
 
     The mechanism is a backend of tilewise: auto, flex, flash, native, math, or an engine's name. A model of diffusers or
-    transformers is told to use tilewise, and calls of torch's SDPA are served wherever they are left. A model that is
-    configured already is configured anew.
+    transformers is told to use tilewise, and remaining calls of torch's SDPA are intercepted. Configuring a model again replaces
+    its configuration.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"configure takes a model (nn.Module), got {type(model).__name__}; of a pipeline, configure the model in it")

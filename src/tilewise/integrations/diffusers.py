@@ -15,14 +15,14 @@ from tilewise.frontend.dispatch import requested_backend
 from tilewise.functional import attend
 
 NAME, FLEX = "tilewise", "flex"
-_replaced: dict[str, tuple[Callable[..., Any], list[Any]]] = {}  # what diffusers itself had under a name: function and constraints
+_replaced: dict[str, tuple[Callable[..., Any], list[Any]]] = {}  # diffusers' own function and constraints of each replaced name
 
 
 def register(replace_flex: bool = False) -> None:
     """Add `tilewise` to the dispatcher's backends; with `replace_flex`, tilewise serves the name `flex` too.
 
-    Which engine of tilewise runs is chosen as everywhere (tilewise.attention_backend, TILEWISE_BACKEND); under the name `flex`
-    it is tilewise's `flex` unless another is asked for. Calling it again changes nothing, unregister() undoes it.
+    The engine is chosen as usual (tilewise.attention_backend, TILEWISE_BACKEND); under the name `flex` the default is tilewise's
+    `flex` backend. Calling it again has no effect; unregister() undoes it.
     """
     dispatch = _dispatch_module()
     if NAME not in dispatch.AttentionBackendName._value2member_map_:
@@ -33,12 +33,12 @@ def register(replace_flex: bool = False) -> None:
 
 
 def backend_name() -> Any:
-    """The member of diffusers' AttentionBackendName that stands for tilewise."""
+    """tilewise's member of diffusers' AttentionBackendName."""
     return _dispatch_module().AttentionBackendName(NAME)
 
 
 def unregister() -> None:
-    """Give `flex` back to diffusers and take `tilewise` out. Models told to use it need reset_attention_backend() first."""
+    """Restores diffusers' own `flex` and removes `tilewise`. Call reset_attention_backend() on models that use it first."""
     dispatch = _dispatch_module()
     registry, names = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName
     for name, (function, constraints) in _replaced.items():
@@ -46,10 +46,10 @@ def unregister() -> None:
     _replaced.clear()
     if NAME not in names._value2member_map_:
         return
-    if registry._active_backend == NAME:  # set_attention_backend made it so for the whole process
+    if registry._active_backend == NAME:  # set_attention_backend also sets it for the whole process
         registry.set_active_backend(names.NATIVE)
-    for kept in (registry._backends, registry._constraints, registry._supported_arg_names):
-        kept.pop(NAME, None)
+    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+        table.pop(NAME, None)
     _remove_member(names, NAME.upper(), NAME)
 
 
@@ -68,11 +68,11 @@ def _serve(dispatch: Any, name: str, function: Callable[..., Any]) -> None:
         return
     if present is not None:
         _replaced[name] = present, registry._constraints[member]
-    registry.register(member)(function)  # no constraints: tilewise checks its arguments itself, always
+    registry.register(member)(function)  # no constraints: tilewise always checks its arguments itself
 
 
 def _add_member(names: Any, name: str, value: str) -> None:
-    """Extend the closed enumeration of backends: diffusers looks names up in it and offers no other way in."""
+    """Adds a member to diffusers' Enum of backends, which offers no supported way to extend it."""
     member = str.__new__(names, value)
     member._name_, member._value_, member.__objclass__ = name, value, names
     member._sort_order_ = len(names._member_names_)
@@ -93,7 +93,7 @@ def _remove_member(names: Any, name: str, value: str) -> None:
 
 
 # -- the backends ------------------------------------------------------------------------------------------------------
-# The dispatcher passes what a function names, and drops the rest: every argument it knows is named here.
+# The dispatcher drops arguments that a backend's signature does not name, so these name all that it knows.
 
 
 def _attention(
@@ -154,7 +154,7 @@ def _as_four_dimensional(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     batch, heads, queries, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     if mask.dim() == 1:
         return mask.view(1, 1, 1, -1)
-    if mask.dim() == 2:  # one that fits both is padding, as it is for diffusers' own native backend
+    if mask.dim() == 2:  # if both fit, it is padding, as in diffusers' native backend
         return mask[:, None, None, :] if mask.shape == (batch, keys) else mask[None, None]
     if mask.dim() == 3:
         if mask.shape[0] == batch == heads != 1:

@@ -44,9 +44,9 @@ _routes: "weakref.WeakKeyDictionary[nn.Module, Route]" = weakref.WeakKeyDictiona
 def route(model: nn.Module, backend: str | None = None, *, intercept: bool = True) -> Route:
     """Serve the model's scaled_dot_product_attention with tilewise, wherever and whenever its modules run.
 
-    Unlike a `with tilewise.intercept_sdpa():` block this covers activations that are computed again in the backward.
-    `backend`, a name of tilewise.backends(), is used for all of the model's calls of tilewise; with intercept=False that is all
-    that is done, for a model that calls tilewise by itself. A model that is routed already is routed anew.
+    Unlike a `with tilewise.intercept_sdpa():` block, this covers activations that are recomputed in the backward (checkpointing).
+    `backend`, a name of tilewise.backends(), is used for all of the model's calls of tilewise; intercept=False does nothing else,
+    for a model that calls tilewise itself. Routing a model again replaces its route.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"route takes a model (nn.Module), got {type(model).__name__}; of a pipeline, route the model in it: route(pipeline.unet)")
@@ -65,22 +65,22 @@ def unroute(model: nn.Module) -> None:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """torch's own layers call no SDPA, but for the one; everything else may."""
+    """Of torch's own layers, only multi-head attention and the encoder layer call SDPA; any other module may."""
     return not type(module).__module__.startswith("torch.nn.modules") or isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
 
 
 class _Step(NamedTuple):
-    """One routed module being computed."""
+    """A routed module whose forward is running."""
 
     route: "_Enter"
     module: nn.Module
     scope: "_Scope"
-    opened: AbstractContextManager[Any] | None  # what this step opened; None where it was open already
+    opened: AbstractContextManager[Any] | None  # the context this step entered; None if it was already active
 
 
 @dataclass(frozen=True)
 class _Scope:
-    """What holds while a routed module is computed."""
+    """What is active while a routed module runs."""
 
     backend: str | None
     intercept: bool
@@ -100,7 +100,7 @@ _steps = _Steps()
 
 
 class _Enter:
-    """A class, not a closure, so that a routed model can be copied and saved."""
+    """A class and not a closure, so that a routed model can be copied and pickled."""
 
     def __init__(self, scope: _Scope) -> None:
         self.scope = scope
@@ -118,7 +118,7 @@ class _Leave:
         self.enter = enter
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Leave this step and all within it; none, where another hook raised before it was entered."""
+        """Leaves this step and all inside it; does nothing if another hook raised before it was entered."""
         stack = _steps.stack
         if not any(step.route is self.enter and step.module is module for step in stack):
             return

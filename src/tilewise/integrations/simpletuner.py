@@ -15,14 +15,14 @@ from tilewise.functional import scaled_dot_product_attention
 from tilewise.integrations import diffusers
 
 NAME, FLEX = "tilewise", ("flex", "flex-attn")
-ELSEWHERE = ("diffusers", "native", "xformers", "sla", "kohaku-fa", "kohaku-fa-auto")  # names outside its table of diffusers' backends
+ELSEWHERE = ("diffusers", "native", "xformers", "sla", "kohaku-fa", "kohaku-fa-auto")  # names that are not in its table of diffusers' backends
 
 
 def register() -> None:
     """Let SimpleTuner's `attention_mechanism` be `tilewise`, and let `flex` mean tilewise. unregister() undoes it.
 
     Under both names the models that call torch's SDPA themselves (its Flux and SD3, every UNet) are served too, as long as the
-    trainer keeps the mechanism on. A name that SimpleTuner does not know is an error, where it would go on without a word.
+    trainer keeps the mechanism on. Unknown names raise an error; SimpleTuner itself would silently ignore them.
     """
     backends = _attention_module()
     controller = backends.AttentionBackendController
@@ -31,7 +31,7 @@ def register() -> None:
     diffusers.register(replace_flex=True)
     backends._DIFFUSERS_BACKEND_TARGETS[NAME] = NAME
     backends._DIFFUSERS_BACKEND_ALIASES[NAME] = backends.AttentionBackendName(NAME)
-    _offer(NAME)
+    _add_choice(NAME)
     controller.apply = _Apply(controller.__dict__["apply"], backends)
     controller.restore_default = _RestoreDefault(controller.__dict__["restore_default"])
     _served.clear()
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def served() -> dict[str, int]:
-    """How many attention calls each engine of tilewise has served since register(): nothing, where training never reached it."""
+    """How many attention calls each engine of tilewise has served since register(); empty if training never reached tilewise."""
     return dict(_served)
 
 
@@ -51,7 +51,7 @@ def _count(call: Served) -> None:
 
 
 def unregister() -> None:
-    """Undo register(); a mechanism that is on is turned off."""
+    """Undoes register(), and turns the current mechanism off."""
     backends = _attention_module()
     controller = backends.AttentionBackendController
     if not isinstance(controller.__dict__["apply"], _Apply):
@@ -72,8 +72,8 @@ def _attention_module() -> Any:
     return attention_backend
 
 
-def _offer(name: str) -> None:
-    """The command line and the web page check names against this list. It needs all of SimpleTuner's packages, as the trainer does."""
+def _add_choice(name: str) -> None:
+    """Adds a name to the list that SimpleTuner's command line and web page check. Importing it needs all of SimpleTuner's dependencies."""
     try:
         from simpletuner.simpletuner_sdk.server.services.field_registry.registry import field_registry
     except ImportError:
@@ -87,7 +87,7 @@ def _offer(name: str) -> None:
 
 
 class _Apply:
-    """Stands in for AttentionBackendController.apply(config, phase)."""
+    """Replaces AttentionBackendController.apply(config, phase)."""
 
     def __init__(self, original: Any, backends: Any) -> None:
         self.original, self.backends = original, backends
@@ -98,10 +98,10 @@ class _Apply:
             name = asked.strip().lower().replace("_", "-") if isinstance(asked, str) else ""
             if name:
                 _check_name(name, asked, self.backends)
-            _give_sdpa_back()
+            _restore_sdpa()
             self.original.__get__(None, controller)(config, phase)
             if name in (NAME, *FLEX):
-                _serve_sdpa(_sdpa if name == NAME else _flex_sdpa)
+                _replace_sdpa(_sdpa if name == NAME else _flex_sdpa)
 
         return apply
 
@@ -112,7 +112,7 @@ class _RestoreDefault:
 
     def __get__(self, _: Any, controller: Any) -> Any:
         def restore_default() -> None:
-            _give_sdpa_back()
+            _restore_sdpa()
             self.original.__get__(None, controller)()
 
         return restore_default
@@ -125,18 +125,18 @@ def _check_name(name: str, asked: Any, backends: Any) -> None:
 
 
 # -- models that call SDPA themselves ------------------------------------------------------------------------------------
-# The trainer has no model to route, and computes activations again in the backward, where no scope reaches: as SimpleTuner does for
-# its other mechanisms, the function itself is replaced while the mechanism is on, and put back when it is turned off.
+# There is no model to route yet, and a `with` block would not cover activations recomputed in the backward. So, as SimpleTuner does for
+# its other mechanisms, the function itself is replaced while the mechanism is on, and restored when it is turned off.
 
 _before: list[Any] = []
 
 
-def _serve_sdpa(function: Any) -> None:
+def _replace_sdpa(function: Any) -> None:
     _before.append(functional.scaled_dot_product_attention)
     functional.scaled_dot_product_attention = function
 
 
-def _give_sdpa_back() -> None:
+def _restore_sdpa() -> None:
     while _before:
         functional.scaled_dot_product_attention = _before.pop()
 

@@ -1,4 +1,4 @@
-"""The mask object that travels through a transformers model from where masks are made to where attention is computed."""
+"""The mask object that is passed through a transformers model, from mask creation to attention."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from tilewise.masks import Mask
 
 
 class TracedMask(BlockMask):
-    """A mask function that no one has evaluated. transformers lets torch's BlockMask pass through its models, so this is one by name.
+    """A mask function that is never evaluated to a tensor. It subclasses torch's BlockMask because transformers passes those through unchanged.
 
-    `mask` is None where every query sees every key.
+    `mask` is None if every query sees every key.
     """
 
     def __init__(self, mask: Mask | None, shape: tuple[int, int, int, int]) -> None:

@@ -3,7 +3,7 @@
     tilewise.integrations.transformers.register()
     model = AutoModel.from_pretrained(path, attn_implementation="tilewise")     # or model.set_attn_implementation("tilewise")
 
-Masks stay functions: the one transformers describes is traced once for all layers, and never becomes a (queries, keys) tensor.
+Masks stay functions: the mask that transformers describes is traced once for all layers, and never becomes a (queries, keys) tensor.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ NAME = "tilewise"
 
 
 def register() -> None:
-    """Add `tilewise` to the attention implementations, with the masks that belong to it. unregister() undoes it."""
+    """Adds `tilewise` to the attention implementations and the mask functions. unregister() undoes it."""
     attention_interface, mask_interface = _interfaces()
     attention_interface.register(NAME, attention_forward)
     mask_interface.register(NAME, make_mask)
 
 
 def unregister() -> None:
-    """Take `tilewise` out again. Models that use it need another implementation first."""
+    """Removes `tilewise`. Switch models that use it to another implementation first."""
     for interface in _interfaces():
         interface._global_mapping.pop(NAME, None)
 
@@ -56,9 +56,9 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Any:
-    """transformers' mask interface: a function of positions, offsets, and a boolean (batch, keys) padding mask, as one mask.
+    """transformers' mask interface: combines a mask function, offsets and a boolean (batch, keys) padding mask into one mask.
 
-    The other arguments say how a tensor would be made, which none is.
+    The other arguments describe how to build a mask tensor, and none is built.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -79,7 +79,7 @@ def make_mask(
 
 
 def _causal(q_length: int, kv_length: int, offset: int) -> Mask | None:
-    """Query i stands `offset` keys further: the plain causal mask, the one of a decoder that continues a cache, or none at all."""
+    """Causal with query i at position i + offset; None if that allows everything."""
     if offset + 1 >= kv_length:
         return None  # the first query sees every key
     if offset == 0:
@@ -89,7 +89,7 @@ def _causal(q_length: int, kv_length: int, offset: int) -> Mask | None:
 
 def _shifted(function: Callable[..., Any], q_offset: int | Tensor, kv_offset: int) -> Callable[..., Any]:
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache counts on in the same tensor, before attention is computed
+        q_offset = q_offset.clone()  # a static cache increments this tensor in place before attention runs
 
     def shifted(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return function(b, h, q + q_offset, kv + kv_offset)
@@ -102,7 +102,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _padding(keep: Tensor | None, kv_length: int, kv_offset: int) -> Mask | None:
-    """The keys that are not padding; keys past the mask's end are not written yet."""
+    """The mask of keys that are not padding; keys past the end of `keep` are not written yet, and masked."""
     if keep is None:
         return None
     missing = kv_offset + kv_length - keep.shape[-1]
@@ -155,7 +155,7 @@ def _mask_and_bias(
 ) -> tuple[Any, scores.Score | None]:
     from tilewise.integrations.traced_mask import TracedMask
 
-    if isinstance(given, TracedMask):  # it holds the window too, where there is one
+    if isinstance(given, TracedMask):  # it includes the sliding window, if there is one
         if given.shape[2:] != (query.shape[2], key.shape[2]):
             made, used = tuple(given.shape[2:]), (query.shape[2], key.shape[2])
             raise InputError(f"the mask was made for {made[0]} queries and {made[1]} keys, the call has {used[0]} and {used[1]}")
@@ -164,7 +164,7 @@ def _mask_and_bias(
         return _without_a_mask(module, query, sliding_window, is_causal), None
     if not isinstance(given, Tensor):
         return mask_for(given, query, key), None
-    given = given[..., : key.shape[2]]  # of a static cache the mask may cover more than was written
+    given = given[..., : key.shape[2]]  # with a static cache, the mask may cover more keys than are given
     reading = mask_tensors.read(given, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is not None:
         return reading.mask, reading.score
@@ -172,7 +172,7 @@ def _mask_and_bias(
 
 
 def _without_a_mask(module: nn.Module, query: Tensor, sliding_window: int | None, is_causal: bool | None) -> Mask | None:
-    """No mask may mean causal: the call says so, or the module; a single query sees all there is."""
+    """No mask may mean causal, if the call or the module says so; a single query sees all keys."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or query.shape[2] == 1:
         return None
@@ -187,11 +187,11 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 
 
 def _check_packing(kwargs: dict[str, Any], mask: Any) -> None:
-    """Packed sequences are known from position_ids; their lengths alone reach only kernels that take them."""
+    """Raises if sequences are packed but the mask does not separate them: tilewise ignores cu_seq_lens, and relies on masks made from position_ids."""
     offsets = kwargs.get("cu_seq_lens_q")
     if not isinstance(offsets, Tensor) or offsets.numel() <= 2:
         return
-    if mask is None or (isinstance(mask, Mask) and not mask.traced().captures):  # a mask that keeps them apart holds their numbers
+    if mask is None or (isinstance(mask, Mask) and not mask.traced().captures):  # a mask that separates sequences captures their ids
         raise InputError(
             f"cu_seq_lens_q describes {offsets.numel() - 1} packed sequences, but the mask keeps none of them apart: "
             "pass position_ids that start again at each sequence, and no attention_mask"

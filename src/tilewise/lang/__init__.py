@@ -5,7 +5,8 @@ from tilewise.lang.derive import Derivative, LoadSite, derive
 from tilewise.lang.factors import Factored, factored
 from tilewise.lang.interpret import evaluate, interpret, wrapped
 from tilewise.lang.intervals import Interval, point, steps
-from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Program, parse
+from tilewise.lang.parse import parse
+from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Program
 from tilewise.lang.rewrite import gathered, in_patches, shifted
 from tilewise.lang.trace import name_of, trace_mask, trace_score
 

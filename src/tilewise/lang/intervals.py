@@ -20,6 +20,9 @@ NAN = float("nan")
 EXACT = 2.0**53  # integers up to here are exact in float64
 SILU_LOWEST = (-1.2784645, -0.27846455)  # where silu is lowest, and its value there, rounded down
 SILU_VANISHES = -80.0  # from here down, x / (1 + exp(-x)) overflows to -0 in float32 while the true value is still a float
+GELU_LOWEST, GELU_TANH_LOWEST = (-0.751792, -0.16997121), (-0.752461, -0.17004076)  # likewise
+ROOM = 2e-6  # more than float32's roundings where a small result is the difference of numbers of about 1
+NEAR_POLE, MANY_BRANCHES = 1e-9, 1e5  # tan's branches are told apart up to there
 
 
 class Interval(NamedTuple):
@@ -145,6 +148,10 @@ def increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
     return lambda a: Interval(f(a.lo), f(a.hi))
 
 
+def decreasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
+    return lambda a: Interval(f(a.hi), f(a.lo))
+
+
 def add(a: Interval, b: Interval) -> Interval:
     return forget(may_be_infinite(a, b), Interval(a.lo + b.lo, a.hi + b.hi))
 
@@ -200,6 +207,25 @@ def _mod(a: Interval, b: Interval, gap: float) -> Interval:
     inside = Interval(a.lo - period * b.lo, a.hi - period * b.lo)
     unsafe = may_be_infinite(a, b) | ~((b.lo > 0) | (b.hi < 0)) | a.lo.isnan() | a.hi.isnan()
     return forget(unsafe, choose(same & (gap > 0), inside, anything))
+
+
+def fmod_integer(a: Interval, b: Interval) -> Interval:
+    return _fmod(a, b, 1.0)
+
+
+def fmod_float(a: Interval, b: Interval) -> Interval:
+    """Of huge quotients torch's is NaN."""
+    huge = ~(absolute(a).hi / absolute(b).lo < EXACT)
+    return forget(huge, _fmod(a, b, 0.0))
+
+
+def _fmod(a: Interval, b: Interval, gap: float) -> Interval:
+    """The remainder has the dividend's sign; what is smaller than the divisor stays."""
+    dividend, divisor = absolute(a), absolute(b)
+    largest = torch.minimum(dividend.hi, divisor.hi - gap)
+    zero = torch.zeros_like(largest)
+    anything = Interval(torch.where(a.lo >= 0, zero, -largest), torch.where(a.hi <= 0, zero, largest))
+    return forget(may_be_infinite(a, b) | ~(divisor.lo > 0) | largest.isnan(), choose(dividend.hi < divisor.lo, a, anything))
 
 
 def power(a: Interval, b: Interval) -> Interval:
@@ -313,13 +339,54 @@ def reciprocal_square_root(a: Interval) -> Interval:
     return forget(~(a.lo > 0), Interval(torch.rsqrt(a.hi), torch.rsqrt(a.lo)))
 
 
-def logarithm(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    return lambda a: forget(~(a.lo >= 0), increasing(f)(a))
+def logarithm(f: Callable[[Tensor], Tensor], start: float = 0.0) -> Callable[[Interval], Interval]:
+    """Of an increasing function that is NaN before its start."""
+    return lambda a: forget(~(a.lo >= start), increasing(f)(a))
 
 
 def wave(a: Interval) -> Interval:
     """sin and cos of anything finite."""
     return forget(may_be_infinite(a) | a.lo.isnan() | a.hi.isnan(), Interval(-torch.ones_like(a.lo), torch.ones_like(a.lo)))
+
+
+def tangent(a: Interval) -> Interval:
+    """Increasing between two poles. A branch is known where its number is exact, and not too near to a pole."""
+    branch = ((a.lo / math.pi + 0.5 - NEAR_POLE).floor(), (a.hi / math.pi + 0.5 + NEAR_POLE).floor())
+    known = (branch[0] == branch[1]) & (a.lo.abs() < MANY_BRANCHES) & (a.hi.abs() < MANY_BRANCHES)
+    return forget(~known, increasing(torch.tan)(a))
+
+
+def angle(y: Interval, x: Interval) -> Interval:
+    """atan2(y, x). To the right of the origin it is monotone in each of them."""
+    missing = y.lo.isnan() | y.hi.isnan() | x.lo.isnan() | x.hi.isnan()
+    anything = torch.full_like(y.lo + x.lo, math.pi)
+    return forget(missing, choose(x.lo > 0, corners(torch.atan2, y, x), Interval(-anything, anything)))
+
+
+def logaddexp(a: Interval, b: Interval) -> Interval:
+    """Computed as the larger one and up to log(2) more, which may cancel."""
+    return Interval(torch.logaddexp(a.lo, b.lo) - ROOM, torch.logaddexp(a.hi, b.hi) + ROOM)
+
+
+def softplus(a: Interval) -> Interval:
+    """torch returns x itself beyond 20, which is a step down of 2e-9."""
+    lo = torch.where(a.lo > 19.0, a.lo, torch.nn.functional.softplus(a.lo))
+    return Interval(lo, torch.logaddexp(a.hi, torch.zeros_like(a.hi)))
+
+
+def gelu(a: Interval) -> Interval:
+    return _gelu(a, "none", GELU_LOWEST)
+
+
+def gelu_tanh(a: Interval) -> Interval:
+    return _gelu(a, "tanh", GELU_TANH_LOWEST)
+
+
+def _gelu(a: Interval, approximate: str, lowest: tuple[float, float]) -> Interval:
+    """Falls to its lowest point, then rises; computed as x (1 + ...), its small negative values are a difference of larger ones."""
+    lo, hi = (torch.nn.functional.gelu(end, approximate=approximate) for end in a)
+    low = torch.where(contains(a, lowest[0]), torch.full_like(lo, lowest[1]), torch.minimum(lo, hi))
+    return forget(may_be_infinite(a), Interval(low - ROOM, torch.maximum(lo, hi) + ROOM))
 
 
 def silu(a: Interval) -> Interval:

@@ -2,11 +2,11 @@
 
 Instruction k may use the values of instructions before it. What varies between calls with the same structure is not
 in the program but in its arguments: captured tensors, and the Python numbers met while tracing (`int` and `float`
-slots). The program's text is its key, and enough to rebuild it.
+slots). The program's text is its key, and enough to rebuild it (parse.py).
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -137,35 +137,6 @@ def program_of(instructions: list[Instruction], results: tuple[int, ...], captur
         lines.append(" ".join([op, attr if attr else "-", *[str(a) for a in args]]))
     lines.append(" ".join(["->", *[str(k) for k in results]]))
     return Program(tuple(instructions), results, captures, ";".join(lines))
-
-
-@lru_cache(maxsize=1024)
-def parse(text: str) -> Program:
-    """The program with this text."""
-    from tilewise.lang.ops import OPS, infer
-
-    head, *lines, tail = text.split(";")
-    captures = tuple(CaptureSpec(c.split(":")[0], int(c.split(":")[1])) for c in head.split())
-    tape = Tape()
-    for line in lines:
-        op, attr, *args = line.split()
-        at = tuple(map(int, args))
-        if op == "index":
-            tape.index(attr)
-        elif op == "score":
-            tape.score(attr)
-        elif op == "int":
-            tape.int_slot(int(attr))
-        elif op == "float":
-            tape.float_slot(int(attr))
-        elif op == "literal":
-            tape.literal(literal_value(attr))
-        elif op == "load":
-            tape.load(int(attr), captures[int(attr)].dtype, at)
-        else:
-            attr = "" if attr == "-" else attr
-            tape.put(op, at, attr, infer(OPS[op], tuple(tape.type(a) for a in at), attr))
-    return program_of(tape.instructions, tuple(map(int, tail[3:].split())), captures)
 
 
 @dataclass(frozen=True, eq=False)

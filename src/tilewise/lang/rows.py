@@ -1,16 +1,13 @@
 """Captured tensors that are not yet indexed in all their dimensions, and the dot products of two of them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tilewise.errors import TraceError
 from tilewise.lang.refusals import refuse, undefined
-from tilewise.lang.symbol import Symbol, Traced
+from tilewise.lang.symbol import Symbol, Trace, Traced
 from tilewise.lang.types import FLOATS, NAME_OF, PROMOTED
-
-if TYPE_CHECKING:
-    from tilewise.lang.tracer import Tracer
 
 LONGEST_ROW = 512  # a dot product of captured rows is written out, element by element
 ACCUMULATED = {"f16": "f32", "bf16": "f32"}  # what torch adds 16-bit floats in, before it rounds the sum
@@ -48,7 +45,7 @@ for _name in ("iter", "len", "contains", "getitem", "setitem"):
 class Row(Incomplete):
     """A captured tensor indexed in only some of its dimensions, waiting for the rest or for a dot product."""
 
-    def __init__(self, tracer: "Tracer", tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
+    def __init__(self, tracer: Trace, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
         self.tracer = tracer
         self.tensor = tensor
         self.index = index

@@ -1,20 +1,31 @@
 """A value that differs for every (b, h, q, kv), under Python's operators: those that are traced, and those that need one concrete value."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from tilewise.lang.program import Tape
 from tilewise.lang.refusals import BRANCHING, refuse, undefined
 from tilewise.lang.types import DTYPE_OF
 
-if TYPE_CHECKING:
-    from tilewise.lang.tracer import Tracer
+
+class Trace(Protocol):
+    """What values need of the trace they belong to, which is a Tracer (tracer.py)."""
+
+    tape: Tape
+    device: Any
+
+    def operand(self, value: Any) -> int: ...
+    def emit(self, op: str, *values: Any) -> "Symbol": ...
+    def power(self, base: Any, exponent: Any) -> "Symbol": ...
+    def cast(self, value: "Symbol", dtype: str) -> "Symbol": ...
+    def load(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Any: ...
 
 
 class Traced:
     """What a function computes with while it is traced."""
 
-    tracer: "Tracer"
+    tracer: Trace
     __torch_function__: ClassVar[Any]  # set by torch_calls.py, as are torch's methods
     __array_ufunc__ = None  # numpy's numbers leave their operators to us
 
@@ -25,7 +36,7 @@ class Traced:
 class Symbol(Traced):
     """A value that differs for every (b, h, q, kv); it behaves like a 0-d tensor."""
 
-    def __init__(self, tracer: "Tracer", at: int) -> None:
+    def __init__(self, tracer: Trace, at: int) -> None:
         self.tracer = tracer
         self.at = at
 

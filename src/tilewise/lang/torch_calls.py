@@ -62,14 +62,7 @@ CUSTOM_OPERATORS = {"approx.tanh": BY_FUNCTION[torch.tanh]}  # the name users kn
 
 
 INSTEAD = {
-    "log1p": "torch.log(1 + x)",
-    "expm1": "torch.exp(x) - 1",
-    "tan": "torch.sin(x) / torch.cos(x)",
-    "sinh": "(torch.exp(x) - torch.exp(-x)) / 2",
-    "cosh": "(torch.exp(x) + torch.exp(-x)) / 2",
-    "fmod": "x % y, which has y's sign",
     "frac": "x - torch.trunc(x)",
-    "erfc": "1 - torch.erf(x)",
     "lerp": "x + weight * (y - x)",
     "hypot": "torch.sqrt(x * x + y * y)",
     "cumsum": "the sum before the call, and load from it",

@@ -3,7 +3,6 @@
 Their parameters are named as torch names them; what else a caller passes is refused by name.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 
 from tilewise.lang.refusals import refuse
 from tilewise.lang.rows import Incomplete, Row, RowProduct
-from tilewise.lang.symbol import Symbol
-from tilewise.lang.tracer import Tracer, tracer_of
+from tilewise.lang.symbol import Symbol, Trace
+from tilewise.lang.tracer import tracer_of
 from tilewise.lang.types import NAME_OF
 
 
@@ -106,7 +105,7 @@ def where_method(input: Any, condition: Any, other: Any) -> Symbol:
     return where(condition, input, other)
 
 
-def truth(tracer: Tracer, x: Any) -> Symbol:
+def truth(tracer: Trace, x: Any) -> Symbol:
     return tracer.cast(Symbol(tracer, tracer.operand(x)), "bool")
 
 
@@ -136,11 +135,11 @@ def isnan(input: Any) -> Any:
 
 
 def isinf(input: Any) -> Any:
-    return abs(input) == float("inf")
+    return abs(input) == float("inf") if input.dtype.is_floating_point else input != input
 
 
 def isfinite(input: Any) -> Any:
-    return abs(input) < float("inf")
+    return abs(input) < float("inf") if input.dtype.is_floating_point else input == input
 
 
 def masked_fill(input: Any, mask: Any, value: Any) -> Any:
@@ -150,12 +149,13 @@ def masked_fill(input: Any, mask: Any, value: Any) -> Any:
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
-# Where an exponential is not chosen its argument is bounded too: its derivative is multiplied by 0, which of infinity would be NaN.
 
 
-def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
+    if not isinstance(beta, Symbol) and not isinstance(threshold, Symbol) and (beta, threshold) == (1.0, 20.0):
+        return tracer_of((input,)).emit("softplus", input)
     scaled = input * beta
-    return where(scaled > threshold, input, FUNCTIONS["log"](1.0 + FUNCTIONS["exp"](clamp(scaled, max=threshold))) / beta)
+    return where(scaled > threshold, input, FUNCTIONS["logaddexp"](scaled, 0.0) / beta)
 
 
 def logsigmoid(input: Any) -> Any:
@@ -163,16 +163,15 @@ def logsigmoid(input: Any) -> Any:
 
 
 def gelu(input: Any, *, approximate: str = "none") -> Any:
-    if approximate == "none":
-        return 0.5 * input * (1.0 + FUNCTIONS["erf"](input * math.sqrt(0.5)))
-    if approximate != "tanh":
+    if approximate not in ("none", "tanh"):
         raise refuse(f"gelu takes approximate='none' or 'tanh', got {approximate!r}")
-    return 0.5 * input * (1.0 + FUNCTIONS["tanh"](math.sqrt(2.0 / math.pi) * (input + 0.044715 * input * input * input)))
+    return tracer_of((input,)).emit("gelu" if approximate == "none" else "gelu_tanh", input)
 
 
 def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """Where the exponential is not chosen its argument is bounded too: its derivative is multiplied by 0, which of infinity would be NaN."""
     _refuse_in_place("elu", inplace)
-    return where(input > 0, input, alpha * (FUNCTIONS["exp"](clamp(input, max=0.0)) - 1.0))
+    return where(input > 0, input, alpha * FUNCTIONS["expm1"](clamp(input, max=0.0)))
 
 
 def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
@@ -342,6 +341,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "true_divide": binary("div"),
     "floor_divide": binary("floordiv"),
     "remainder": binary("mod"),
+    "fmod": binary("fmod"),
     "pow": power,
     "square": square,
     "reciprocal": reciprocal,
@@ -395,14 +395,26 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp2": unary("exp2"),
     "log": unary("log"),
     "log2": unary("log2"),
+    "log10": unary("log10"),
+    "log1p": unary("log1p"),
+    "expm1": unary("expm1"),
+    "logaddexp": binary("logaddexp"),
     "sqrt": unary("sqrt"),
     "rsqrt": unary("rsqrt"),
     "sin": unary("sin"),
     "cos": unary("cos"),
+    "tan": unary("tan"),
+    "atan": unary("atan"),
+    "arctan": unary("atan"),
+    "atan2": binary("atan2"),
+    "arctan2": binary("atan2"),
+    "sinh": unary("sinh"),
+    "cosh": unary("cosh"),
     "tanh": unary("tanh"),
     "sigmoid": unary("sigmoid"),
     "expit": unary("sigmoid"),
     "erf": unary("erf"),
+    "erfc": unary("erfc"),
     "silu": activation("silu"),
     "relu": activation("relu"),
     "softplus": softplus,

@@ -8,7 +8,7 @@ from tilewise.lang.ops import OPS, infer
 from tilewise.lang.program import Tape
 from tilewise.lang.refusals import refuse, undefined
 from tilewise.lang.rows import Incomplete, Row
-from tilewise.lang.symbol import Symbol, Traced
+from tilewise.lang.symbol import Symbol, Trace, Traced
 from tilewise.lang.types import DTYPE_OF, NAME_OF
 
 VIEWS = {slice: "a slice", type(None): "None", type(...): "an ellipsis"}  # what may index a tensor but not one element
@@ -114,7 +114,7 @@ class Tracer:
         return Symbol(self, self.tape.load(slot, NAME_OF[tensor.dtype], tuple(at)))
 
 
-def tracer_of(args: tuple[Any, ...]) -> Tracer:
+def tracer_of(args: tuple[Any, ...]) -> Trace:
     for a in args:
         if isinstance(a, Traced):
             return a.tracer

@@ -1,11 +1,11 @@
-"""Building the map of a mask: bounds on coarse cells, split where undecided, then an exact look at what is left.
+"""Builds the tile map of a mask: bounds on coarse cells, split where undecided, then exact evaluation of what is left.
 
 1. The plane of tiles is cut into a coarse grid. The mask's interval on each cell says: empty, full or undecided.
 2. Undecided cells are split in four until they are single tiles. A causal map costs its boundary, not its area.
-3. The tiles still undecided are looked into.
+3. The tiles still undecided are classified by evaluating the mask (a "look").
 
-An engine may bring its own look. One that evaluates the mask in a kernel sees every tile of a small map in less time than bounds
-take to be started on a GPU, so those do without.
+An engine may bring its own look. One that evaluates the mask in a GPU kernel classifies every tile of a small map in less time than
+it takes to launch the bounds, so small maps skip steps 1 and 2.
 """
 
 from dataclasses import replace
@@ -19,24 +19,24 @@ from tilewise.tiles.geometry import FULL, PARTIAL, Cells, Geometry
 from tilewise.tiles.look import Look, TorchLook
 from tilewise.tiles.runs import Pile, Runs, from_dense, from_sets
 
-SEEN_WHOLE = 2**32  # mask elements that a kernel evaluates in the time of some hundred launches
+SEEN_WHOLE = 2**32  # most mask elements of a map that is classified without bounds: a kernel evaluates them in the time of some hundred launches
 
 
 class Grain(NamedTuple):
-    """How much is done at a time."""
+    """Batch sizes."""
 
     grid: int  # cells of the first, coarse grid
     part: int  # cells that are split together
     looked: int  # tiles that are looked into together
 
 
-# On a CPU, little enough for torch to stay on one thread: waking another takes longer than the work it could take over,
-# and much longer on a busy machine. A GPU wants as much as it can get.
+# On a CPU, small enough for torch to stay on one thread: waking another takes longer than the work it would take over, and much
+# longer on a busy machine. A GPU wants as much work as possible.
 ON_CPU, ON_GPU = Grain(2**14, 2**12, 2**9), Grain(2**16, 2**16, 2**16)
 
 
 def device_of(call: BoundProgram) -> torch.device:
-    """Where a map is computed: with the captured tensors, else on the CPU."""
+    """Where a map is computed: on the device of the captured tensors, else on the CPU."""
     for capture in call.captures:
         if capture.dim() > 0:
             return capture.device
@@ -44,7 +44,7 @@ def device_of(call: BoundProgram) -> torch.device:
 
 
 def build(call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None = None) -> tuple[Runs, Runs]:
-    """The partial and the full tiles of a mask. A look that is brought along works on the device."""
+    """The partial and the full tiles of a mask. `look`, if given, runs on `device`."""
     if look is not None and geometry.elements <= SEEN_WHOLE:
         states = look(geometry, torch.arange(geometry.total, device=device)).view(geometry.rows, geometry.kv_tiles)
         partial, full = from_sets(torch.stack([states == PARTIAL, states == FULL]))
@@ -75,17 +75,17 @@ class _Builder:
         return self.partial.runs(g.rows), self.full.runs(g.rows)
 
     def _refine(self, cells: Cells, size: int) -> None:
-        """Sort out undecided cells, in parts and depth first: few are held at a time, however many there are."""
-        for part in cells.parts(self.grain.part):
+        """Resolves undecided cells chunk by chunk, depth first, so that few are in memory at a time."""
+        for chunk in cells.chunks(self.grain.part):
             if size == 1:
-                self._decide(part)
+                self._decide(chunk)
             else:
-                self._refine(self._split(part, size // 2), size // 2)
+                self._refine(self._split(chunk, size // 2), size // 2)
 
     def _grid(self, size: int) -> Cells:
-        """The coarse cells: keep what is full, return what is undecided.
+        """The coarse cells: records the full ones, returns the undecided.
 
-        Bounds on every cell by broadcasting, so that what depends on q alone is computed once per row.
+        Bounds are evaluated by broadcasting, so that what depends on q alone is computed once per row.
         """
         g = self.geometry
         shape = (g.batch, g.heads, -(-g.q_tiles // size), -(-g.kv_tiles // size))
@@ -95,11 +95,11 @@ class _Builder:
         undecided = (interval.lo != 1) & (interval.hi != 0)
         runs = from_dense(full.reshape(-1, shape[3]))
         coarse = runs.row_of_run()
-        self._keep(coarse // shape[2], coarse % shape[2], runs.start.long(), runs.count.long(), size)
+        self._record_full(coarse // shape[2], coarse % shape[2], runs.start.long(), runs.count.long(), size)
         return Cells(*undecided.expand(shape).nonzero(as_tuple=True))
 
     def _split(self, cells: Cells, size: int) -> Cells:
-        """Quarter the cells: keep what is full, return what is undecided."""
+        """Splits each cell in four: records the full ones, returns the undecided."""
         g = self.geometry
         q = torch.cat([cells.q * 2 + dq for dq in (0, 0, 1, 1)])
         kv = torch.cat([cells.kv * 2 + dk for dk in (0, 1, 0, 1)])
@@ -107,7 +107,7 @@ class _Builder:
         quarters = quarters.pick((q * size < g.q_tiles) & (kv * size < g.kv_tiles))
         interval = self._interval(quarters.b, quarters.h, quarters.q, quarters.kv, size)
         full = quarters.pick(interval.lo.expand(len(quarters)) == 1)
-        self._keep(full.b * g.heads + full.h, full.q, full.kv, torch.ones_like(full.kv), size)
+        self._record_full(full.b * g.heads + full.h, full.q, full.kv, torch.ones_like(full.kv), size)
         return quarters.pick(((interval.lo != 1) & (interval.hi != 0)).expand(len(quarters)))
 
     def _interval(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, size: int) -> Interval:
@@ -115,8 +115,8 @@ class _Builder:
         box = {"b": point(b.double()), "h": point(h.double()), "q": steps(q, g.tile[0] * size, g.q_len), "kv": steps(kv, g.tile[1] * size, g.kv_len)}
         return self.bounds.over(box)
 
-    def _keep(self, bh: Tensor, row: Tensor, start: Tensor, count: Tensor, size: int) -> None:
-        """Remember full stretches of coarse cells as stretches of tiles, one per row of tiles."""
+    def _record_full(self, bh: Tensor, row: Tensor, start: Tensor, count: Tensor, size: int) -> None:
+        """Records full stretches of coarse cells as stretches of tiles, one per row of tiles."""
         g = self.geometry
         step = torch.arange(size, device=self.device)
         tile_row = row[:, None] * size + step
@@ -127,7 +127,7 @@ class _Builder:
         self.full.add(rows.masked_select(inside), first.masked_select(inside), (last - first).masked_select(inside))
 
     def _decide(self, tiles: Cells) -> None:
-        """Look into tiles that bounds leave open."""
+        """Classifies single tiles that the bounds leave undecided."""
         states = self.look(self.geometry, tiles.numbers(self.geometry))
         for pile, state in ((self.partial, PARTIAL), (self.full, FULL)):
             found = tiles.pick(states == state)
@@ -137,7 +137,7 @@ class _Builder:
 def dense_capture(call: BoundProgram, sizes: tuple[int, int, int, int]) -> Tensor | None:
     """The boolean tensor of a mask that is nothing but tensor[..., q, kv], as (1 or B, 1 or H, Sq, Skv).
 
-    A tensor shorter than that is no dense mask: loads past its end read its edge.
+    A tensor smaller than that does not count as a dense mask: loads past its end read its edge.
     """
     program = call.program
     result = program.instructions[program.results[0]]
@@ -159,7 +159,7 @@ def dense_capture(call: BoundProgram, sizes: tuple[int, int, int, int]) -> Tenso
 
 
 def of_dense(mask: Tensor, geometry: Geometry) -> tuple[Runs, Runs]:
-    """The map of a dense mask: any and all of every tile, a row of tiles at a time."""
+    """The map of a dense mask: any() and all() over every tile, one row of tiles at a time."""
     g = geometry
     mask = mask.expand(g.batch, g.heads, -1, -1)
     some: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Tile maps to look at: in the terminal, and as pictures."""
+"""Draws tile maps: in the terminal, and as pictures."""
 
 from pathlib import Path
 from textwrap import shorten
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LARGEST_DRAWING = 24  # cells a side in the terminal
 LARGEST_PICTURE = 512  # cells a side in a picture
 SHADES = " ░▒▓█"
-FAINTEST = 0.2  # shade of the least work in a picture, where all of it is 1
+FAINTEST = 0.2  # shade of the least work in a picture, from 0 to 1
 
 
 def coverage(tile_map: "TileMap", cells: int) -> Tensor:
@@ -24,17 +24,17 @@ def coverage(tile_map: "TileMap", cells: int) -> Tensor:
     g = tile_map.geometry
     first = tile_map[0, 0] if g.batch * g.heads > 1 else tile_map
     rows, columns = min(cells, g.q_tiles), min(cells, g.kv_tiles)
-    # In units of 1 / columns of a tile, every cell is kv_tiles wide and all is whole. A run adds a ramp that begins at
-    # its start and takes one away at its end: a part of the cell it falls in, and all of every cell after.
-    part, steps = torch.zeros((2, rows, columns + 1), dtype=torch.int64)
+    # In units of 1 / columns of a tile, every cell is kv_tiles wide and all numbers are integers. A run adds a step at its start and
+    # subtracts one at its end: a fraction of the cell it falls in, and the whole of every cell after.
+    fraction, steps = torch.zeros((2, rows, columns + 1), dtype=torch.int64)
     for runs, weight in ((first.partial.to("cpu"), 1), (first.full.to("cpu"), 2)):
         row = runs.row_of_run() * rows // g.q_tiles
         for end, sign in ((runs.start, weight), (runs.start + runs.count, -weight)):
             at = end.long() * columns
             cell = at // g.kv_tiles
-            part.index_put_((row, cell), sign * ((cell + 1) * g.kv_tiles - at), accumulate=True)
+            fraction.index_put_((row, cell), sign * ((cell + 1) * g.kv_tiles - at), accumulate=True)
             steps.index_put_((row, cell), torch.tensor(sign * g.kv_tiles), accumulate=True)
-    share = (part + torch.cumsum(steps, 1) - steps)[:, :columns]
+    share: Tensor = (fraction + torch.cumsum(steps, 1) - steps)[:, :columns]
     heights = torch.bincount(torch.arange(g.q_tiles) * rows // g.q_tiles, minlength=rows)
     return share.double() / (2 * heights[:, None] * g.kv_tiles)
 
@@ -65,7 +65,7 @@ def picture(tile_map: "TileMap", path: Path) -> Path:
     axes = figure.subplots()
     if tile_map.total_tiles:
         share = coverage(tile_map, LARGEST_PICTURE)
-        shade = torch.where(share > 0, FAINTEST + (1 - FAINTEST) * share, 0)  # a little work is still seen
+        shade = torch.where(share > 0, FAINTEST + (1 - FAINTEST) * share, 0)  # so that a little work is still visible
         extent = (0, g.kv_tiles * g.tile[1], g.q_tiles * g.tile[0], 0)
         axes.imshow(shade.numpy(), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest", aspect="auto")
         axes.set(xlim=(0, g.kv_len), ylim=(g.q_len, 0))

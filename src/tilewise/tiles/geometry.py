@@ -1,11 +1,11 @@
-"""What a tile map covers, and places in it."""
+"""What a tile map covers, and cells in it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-EMPTY, PARTIAL, FULL = 0, 1, 2  # what a tile can be: nothing allowed, something, everything
+EMPTY, PARTIAL, FULL = 0, 1, 2  # states of a tile: nothing allowed, some, everything
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Cells:
         return Cells(*(t.index_select(0, at) for t in (self.b, self.h, self.q, self.kv)))
 
     def numbers(self, geometry: Geometry) -> Tensor:
-        """The places of single tiles in a list of all, row by row."""
+        """The flat index of single tiles among all tiles, row-major."""
         g = geometry
         return ((self.b * g.heads + self.h) * g.q_tiles + self.q) * g.kv_tiles + self.kv
 
-    def parts(self, size: int) -> "Iterator[Cells]":
-        """The cells in parts of at most this size."""
+    def chunks(self, size: int) -> "Iterator[Cells]":
+        """The cells in chunks of at most this size."""
         for at in range(0, len(self), size):
             yield Cells(*(t[at : at + size] for t in (self.b, self.h, self.q, self.kv)))

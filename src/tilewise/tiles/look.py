@@ -1,4 +1,4 @@
-"""Looking into tiles: what bounds leave open is decided by evaluating the mask."""
+"""Classifies tiles by evaluating the mask, where bounds leave them undecided."""
 
 from collections.abc import Callable
 
@@ -9,18 +9,18 @@ from tilewise.lang import BoundProgram, evaluate
 from tilewise.tiles.geometry import EMPTY, FULL, PARTIAL, Geometry
 
 CHUNK_ELEMENTS = 2**22  # mask elements evaluated at a time
-SAMPLES = (4, 16)  # points per axis that are tried before a tile is evaluated whole
+SAMPLES = (4, 16)  # points per axis that are tried before the whole tile is evaluated
 
-# Says of tiles, given by their numbers (see Cells.numbers), whether they are EMPTY, PARTIAL or FULL.
+# Classifies tiles, given by their flat index (Cells.numbers), as EMPTY, PARTIAL or FULL.
 Look = Callable[[Geometry, Tensor], Tensor]
 
 
 class TorchLook:
-    """By plain torch: at some points, which mostly show that a tile is partial, then at all."""
+    """In plain torch: first at a few sample points, which usually show that a tile is partial, then at all points."""
 
     def __init__(self, call: BoundProgram, together: int) -> None:
         self.call = call
-        self.together = together  # tiles that are looked into at a time
+        self.together = together  # tiles evaluated at a time
 
     def __call__(self, geometry: Geometry, numbers: Tensor) -> Tensor:
         states = torch.full_like(numbers, PARTIAL)
@@ -35,13 +35,13 @@ class TorchLook:
         return states.index_copy_(0, undecided, torch.where(every, FULL, EMPTY))
 
     def _look(self, geometry: Geometry, numbers: Tensor, q_places: Tensor, kv_places: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether any, and whether every, of the given places within each tile is allowed; some tiles at a time."""
+        """Whether any, and whether all, of the given positions within each tile are allowed."""
         together = max(1, min(self.together, CHUNK_ELEMENTS // (len(q_places) * len(kv_places))))
-        some, every = zip(*(self._evaluate(geometry, part, q_places, kv_places) for part in numbers.split(together)), strict=True)
+        some, every = zip(*(self._evaluate(geometry, chunk, q_places, kv_places) for chunk in numbers.split(together)), strict=True)
         return torch.cat(some), torch.cat(every)
 
     def _evaluate(self, geometry: Geometry, numbers: Tensor, q_places: Tensor, kv_places: Tensor) -> tuple[Tensor, Tensor]:
-        """Places past the end count as the last one, which changes neither answer."""
+        """Positions past the end are clamped to the last one, which changes neither answer."""
         g = geometry
         row, tile_kv = numbers // g.kv_tiles, numbers % g.kv_tiles
         bh, tile_q = row // g.q_tiles, row % g.q_tiles

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOOSE = 2**14  # stretches that are kept before they are joined
+LOOSE = 2**14  # stretches that are collected before they are joined
 Stretches = tuple[Tensor, Tensor, Tensor]  # the row, start and count of each
 
 
@@ -55,7 +55,7 @@ class Runs:
     def dense(self, columns: int) -> Tensor:
         """[rows, columns] whether a cell is covered: every end of a run toggles it, from there on."""
         first = self.row_of_run() * (columns + 1) + self.start
-        # 32 bits: torch adds smaller integers on a GPU by words, and reads past the end of a tensor whose bytes are not a multiple of 4.
+        # int32: on a GPU, torch's index_add_ of smaller integers works on 4-byte words and reads past the end of a tensor whose size is no multiple of 4.
         toggles = torch.zeros((self.rows, columns + 1), dtype=torch.int32, device=self.device)
         ends = torch.cat([first, first + self.count])
         toggles.view(-1).index_add_(0, ends, torch.ones_like(ends, dtype=torch.int32))
@@ -74,9 +74,9 @@ class Runs:
         ends = torch.cat([start, end])
         lines = torch.cat([group * (height + 1) + place, group * (height + 1) + place + 1])
         keys = torch.cat([ends, ends]) + lines * (columns + 1)
-        kept, times = torch.unique(keys, return_counts=True)
-        kept = kept[times % 2 == 1]
-        first, last = kept[0::2], kept[1::2]
+        toggles, times = torch.unique(keys, return_counts=True)
+        toggles = toggles[times % 2 == 1]
+        first, last = toggles[0::2], toggles[1::2]
         at, column = expand(first // (columns + 1), first % (columns + 1), last - first)
         cell = torch.sort(((at // (height + 1)) * columns + column) * (height + 1) + at % (height + 1)).values
         begin, stop = cell[0::2], cell[1::2]
@@ -94,26 +94,26 @@ def expand(row: Tensor, start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def owners(offsets: Tensor, size: int) -> Tensor:
-    """[size] whose each entry is, where entries offsets[r] .. offsets[r + 1] are row r's.
+    """[size]: the row of each entry, where entries offsets[r] .. offsets[r + 1] belong to row r.
 
-    It is repeat_interleave, which on a CPU wakes every thread even for a handful of numbers.
+    Replaces repeat_interleave, which on a CPU wakes every thread even for a handful of numbers.
     """
     begins = torch.zeros(size + 1, dtype=torch.int64, device=offsets.device)
     begins.index_add_(0, offsets[1:-1].long(), torch.ones(len(offsets[1:-1]), dtype=torch.int64, device=offsets.device))
     return torch.cumsum(begins[:size], 0)
 
 
-def ordered(parts: list[Stretches]) -> Stretches:
+def ordered(stretches: list[Stretches]) -> Stretches:
     """Stretches sorted by row and start."""
-    row, start, count = (torch.cat(column) for column in zip(*parts, strict=True))
+    row, start, count = (torch.cat(column) for column in zip(*stretches, strict=True))
     width = int((start + count).max()) + 1 if len(row) else 1
     order = torch.argsort(row * width + start)
     return row.index_select(0, order), start.index_select(0, order), count.index_select(0, order)
 
 
-def joined(parts: list[Stretches]) -> Stretches:
+def joined(stretches: list[Stretches]) -> Stretches:
     """Disjoint stretches in any order, sorted; touching ones become one."""
-    row, start, count = ordered(parts)
+    row, start, count = ordered(stretches)
     if len(row) == 0:
         return row, start, count
     touch = (row[1:] == row[:-1]) & (start[1:] == start[:-1] + count[:-1])
@@ -123,9 +123,9 @@ def joined(parts: list[Stretches]) -> Stretches:
     return row, start, torch.zeros_like(start).index_add_(0, group, count)
 
 
-def from_stretches(parts: list[Stretches], rows: int) -> Runs:
+def from_stretches(stretches: list[Stretches], rows: int) -> Runs:
     """Runs from disjoint stretches in any order; touching ones are joined."""
-    row, start, count = joined(parts)
+    row, start, count = joined(stretches)
     return Runs(offsets_of(row, rows), start.int(), count.int())
 
 
@@ -134,21 +134,21 @@ def from_entries(row: Tensor, start: Tensor, count: Tensor, rows: int) -> Runs:
 
 
 class Pile:
-    """Stretches as they are found. When many have come they are joined, so that few runs never take much memory."""
+    """Collects stretches, and joins them whenever many have accumulated, to bound memory."""
 
     def __init__(self, device: torch.device) -> None:
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        self._parts: list[Stretches] = [(nothing, nothing, nothing)]
-        self._loose = 0  # of those after the first part
+        self._stretches: list[Stretches] = [(nothing, nothing, nothing)]
+        self._loose = 0  # stretches since the last join
 
     def add(self, row: Tensor, start: Tensor, count: Tensor) -> None:
-        self._parts.append((row, start, count))
+        self._stretches.append((row, start, count))
         self._loose += len(row)
-        if self._loose > max(LOOSE, len(self._parts[0][0])):
-            self._parts, self._loose = [joined(self._parts)], 0
+        if self._loose > max(LOOSE, len(self._stretches[0][0])):
+            self._stretches, self._loose = [joined(self._stretches)], 0
 
     def runs(self, rows: int) -> Runs:
-        return from_stretches(self._parts, rows)
+        return from_stretches(self._stretches, rows)
 
 
 def from_dense(cells: Tensor) -> Runs:
@@ -157,14 +157,14 @@ def from_dense(cells: Tensor) -> Runs:
 
 
 def from_sets(cells: Tensor) -> tuple[Runs, ...]:
-    """Runs of several sets of cells, boolean [sets, rows, columns]: those of all are found together, in few operations."""
+    """Runs of several sets of cells, boolean [sets, rows, columns], found together in few operations."""
     padded = torch.nn.functional.pad(cells, (1, 1))
     ends = padded[..., 1:] != padded[..., :-1]  # where runs begin and, one past their last cell, end
     found = ends.nonzero()[:, 2].view(-1, 2).t().to(torch.int32, memory_format=torch.contiguous_format)
     start, count = found[0], found[1] - found[0]
     offsets = torch.nn.functional.pad(torch.cumsum(ends.sum(2) // 2, 1), (1, 0)).int()
     sizes = offsets[:, -1].tolist()
-    return tuple(Runs(*parts) for parts in zip(offsets.unbind(), start.split(sizes), count.split(sizes), strict=True))
+    return tuple(Runs(*fields) for fields in zip(offsets.unbind(), start.split(sizes), count.split(sizes), strict=True))
 
 
 def offsets_of(row: Tensor, rows: int) -> Tensor:
@@ -202,7 +202,7 @@ _library.define("runs_of_blocks(Tensor counts, Tensor indices, SymInt columns) -
 _library.impl("runs_of_blocks", of_blocks, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tilewise::runs_of_blocks", lib=_library)
+@torch.library.register_fake("tilewise::runs_of_blocks", lib=_library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _sizes_of_blocks(counts: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     def integers(size: int) -> Tensor:
         return indices.new_empty((size,), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Everything a user may pass as a mask, read into one form."""
+"""Reads whatever a user may pass as a mask into one form."""
 
 from typing import Any, NamedTuple
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
-from tilewise.masks import Grid, Mask
+from tilewise.masks import Grid, Mask, broadcast_load
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call
 
 
 class MaskReading(NamedTuple):
-    """A mask as its program, or as given tiles; what is added to the scores comes apart, as `bias`."""
+    """A mask as a traced program or as given tiles, and separately the `bias` that an additive mask adds to the scores."""
 
     call: BoundProgram | None = None
     tiles: TileMap | None = None
@@ -87,30 +87,19 @@ def _read_tensor(mask: Tensor, extent: Extent) -> MaskReading:
         raise InputError(f"a mask tensor of shape {shape} does not broadcast to (batch, heads, queries, keys) = {whole}, nor is it (batch, keys)")
     if mask.is_floating_point():
         return MaskReading(_allowed_by_additive(mask), None, mask, name)
-    return MaskReading(trace_mask(_indexed(mask)), None, None, name)
-
-
-def _indexed(mask: Tensor) -> Any:
-    """mask[b, h, q, kv] with the dimensions it has and 0 where it broadcasts."""
-    broadcast = [size == 1 for size in mask.shape]
-
-    def look_up(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        place = (b, h, q, kv)[4 - len(broadcast) :]
-        return mask[tuple([0 if one else i for one, i in zip(broadcast, place, strict=True)])]
-
-    return look_up
+    return MaskReading(trace_mask(broadcast_load(mask)), None, None, name)
 
 
 def _allowed_by_additive(mask: Tensor) -> BoundProgram | None:
-    """Where an additive mask is -inf nothing is attended, so those tiles can be skipped."""
+    """The boolean mask of an additive one: tiles that are all -inf can be skipped."""
     if torch.compiler.is_compiling() or mask.requires_grad:
         return None
     allowed = mask.detach() != float("-inf")
-    return trace_mask(_indexed(allowed)) if not bool(allowed.all()) else None
+    return trace_mask(broadcast_load(allowed)) if not bool(allowed.all()) else None
 
 
 def from_block_mask(block_mask: Any) -> TileMap:
-    """torch's BlockMask (or one of its shape) as given tiles: its lists say what is computed, its mask_mod what counts inside."""
+    """torch's BlockMask (or anything with its attributes) as given tiles: its lists say which are computed, its mask_mod masks inside partial ones."""
     (q_len, kv_len), (q_tile, kv_tile) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     rows = -(-q_len // q_tile)
     counts, indices = _block_lists(block_mask.kv_num_blocks, block_mask.kv_indices, rows)
@@ -125,13 +114,13 @@ def from_block_mask(block_mask: Any) -> TileMap:
             raise InputError(f"kv_num_blocks has shape {tuple(counts.shape)}, full_kv_num_blocks {tuple(full_counts.shape)}; they must be the same")
         full = Runs(*torch.ops.tilewise.runs_of_blocks(full_counts, full_indices, geometry.kv_tiles))
     mask = None if block_mask.mask_mod is None else trace_mask(block_mask.mask_mod, counts.device)
-    if not torch.compiler.is_compiling():  # sizes may depend on contents
+    if not torch.compiler.is_compiling():  # outside torch.compile, sizes may depend on contents
         partial, full = trimmed(partial), trimmed(full)
     return TileMap(geometry, partial, full, mask, "block_mask", given=True)
 
 
 def _block_lists(counts: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Lists with a batch and a head dimension, of the query blocks that the lengths ask for."""
+    """The lists with batch and head dimensions, cut to the query blocks that seq_lengths covers."""
     counts = counts.reshape((1,) * (3 - counts.dim()) + counts.shape)
     indices = indices.reshape((1,) * (4 - indices.dim()) + indices.shape)
     if counts.shape[2] < rows:
@@ -162,7 +151,7 @@ def tile_map(
     except TraceError:
         if 0 not in (q_len, kv_len):
             raise
-        reading = MaskReading()  # there is nothing for the mask to decide, and the tensors it loads from may be empty
+        reading = MaskReading()  # an empty map needs no mask, and tensors that the mask loads from may be empty
     if reading.tiles is not None:
         return reading.tiles.recut(tile) if device is None else reading.tiles.recut(tile).to(device)
     call = reading.call if reading.call is not None else trace_mask(lambda b, h, q, kv: True)

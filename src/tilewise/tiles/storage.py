@@ -1,10 +1,10 @@
-"""Saving tile maps: a zip of one JSON header and the tensors' raw numbers. Nothing in the file is ever executed."""
+"""Saves and loads tile maps: a zip of a JSON header and the tensors' raw bytes. Nothing in the file is ever executed."""
 
 import ctypes
 import json
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,18 @@ def _runs(tile_map: "TileMap") -> tuple[tuple[str, Runs], tuple[str, Runs]]:
     return ("partial", tile_map.partial), ("full", tile_map.full)
 
 
-def load(path: Path) -> "TileMap":
+class Stored(NamedTuple):
+    """A map as it was written."""
+
+    geometry: Geometry
+    partial: Runs
+    full: Runs
+    mask: BoundProgram | None
+    name: str
+    given: bool
+
+
+def load(path: Path) -> Stored:
     with path.open("rb") as raw:
         try:
             with zipfile.ZipFile(raw) as file:
@@ -56,13 +67,11 @@ def load(path: Path) -> "TileMap":
                     raise InputError(f"it holds {header['format']!r}, this version reads {FORMAT!r}")
                 tensors = {name: _tensor(file.read(name), dtype, shape) for name, (dtype, shape) in header["tensors"].items()}
             return _read(header, tensors)
-        except Exception as error:  # a file may be damaged in more ways than can be listed
+        except Exception as error:  # there are too many ways for a file to be damaged to list them
             raise InputError(f"{path} is not a tile map or is damaged: {error or type(error).__name__}") from error
 
 
-def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> "TileMap":
-    from tilewise.tiles.tilemap import TileMap
-
+def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> Stored:
     batch, heads, q_len, kv_len, q_tile, kv_tile = map(int, header["geometry"])
     if min(batch, heads, q_len, kv_len) < 0 or min(q_tile, kv_tile) < 1:
         raise InputError(f"its lengths and tiles are {header['geometry']}")
@@ -71,7 +80,7 @@ def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> "TileMap":
     if not (_fits(partial, geometry) and _fits(full, geometry) and _apart(partial, full)):
         raise InputError(f"its runs do not fit a map of {geometry.q_tiles} x {geometry.kv_tiles} tiles")
     mask = _read_mask(header["mask"], tensors) if "mask" in header else None
-    return TileMap(geometry, partial, full, mask, str(header["name"]), bool(header["given"]))
+    return Stored(geometry, partial, full, mask, str(header["name"]), bool(header["given"]))
 
 
 def _read_mask(stored: dict[str, Any], tensors: dict[str, Tensor]) -> BoundProgram:
@@ -96,7 +105,7 @@ def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:
 
 
 def _fits(runs: Runs, geometry: Geometry) -> bool:
-    """Engines trust a map's numbers as addresses, so a damaged file must not get through."""
+    """Engines use a map's numbers as memory offsets without checks, so damaged files must be rejected here."""
     start, end = runs.start.long(), runs.start.long() + runs.count.long()
     return (
         all(t.dtype == torch.int32 and t.dim() == 1 for t in (runs.offsets, runs.start, runs.count))
@@ -109,7 +118,7 @@ def _fits(runs: Runs, geometry: Geometry) -> bool:
 
 
 def _apart(partial: Runs, full: Runs) -> bool:
-    """No tile is named twice, and each row's runs come in order."""
+    """Whether no tile is listed twice and each row's runs are sorted."""
 
     def overlap(row: Tensor, start: Tensor, count: Tensor) -> bool:
         return bool(((row[1:] == row[:-1]) & (start[1:] < start[:-1] + count[:-1])).any())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,17 +15,19 @@ from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
 from tilewise.tiles.look import Look
 from tilewise.tiles.runs import Runs, from_entries, from_sets
 
-# Tiles of a map that is sooner transposed as a matrix, in few operations, than by its runs, with little work. On a CPU, as many as torch
-# leaves to one thread.
+# Up to so many tiles, transposing a dense matrix (few operations) is faster than transposing runs (little work). On a CPU: as many as
+# torch handles on one thread.
 DENSE_ON_CPU, DENSE_ON_GPU = 2**14, 2**22
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TileMap:
     """For every (b, h, query tile), the runs of partial and of full key tiles.
 
-    `mask` decides inside partial tiles. A map made from a mask can be cut into other tiles at will; a map that was
-    `given` as bare tiles is itself part of the meaning (what it leaves out is masked) and can only be cut smaller. One without a mask always is.
+    `mask` decides inside partial tiles. A map built from a mask can be recut to any tile size. A map that was `given` as tiles is
+    part of the mask itself (empty tiles are masked), and can only be cut smaller; a map without a mask is always given.
     """
 
     geometry: Geometry
@@ -34,17 +36,18 @@ class TileMap:
     mask: BoundProgram | None = None
     name: str = "mask"
     given: bool = False
-    derived: dict[str, Any] = field(default_factory=dict)  # what engines made of this map, kept with it
+    derived: dict[str, Any] = field(default_factory=dict)  # cached by engines: what they computed from this map
 
     def __post_init__(self) -> None:
         if self.mask is None:
             object.__setattr__(self, "given", True)
 
-    def remember(self, name: str, make: Callable[[], Any]) -> Any:
-        """Something computed from the map, computed once."""
+    def remember(self, name: str, make: Callable[[], Value]) -> Value:
+        """The value of `make`, computed once and cached with the map."""
         if name not in self.derived:
             self.derived[name] = make()
-        return self.derived[name]
+        found: Value = self.derived[name]
+        return found
 
     # -- what it covers ----------------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class TileMap:
         return 2 * (head_dim + (head_dim if v_dim is None else v_dim)) * self.computed_pairs() * repeats
 
     def computed_pairs(self) -> int:
-        """(q, kv) pairs inside computed tiles, tails counted as they are."""
+        """(q, kv) pairs inside computed tiles; a tile cut by the end of a sequence counts only the pairs it has."""
         g = self.geometry
         pairs = 0
         for runs in (self.partial, self.full):
@@ -115,7 +118,7 @@ class TileMap:
     # -- other maps from it ------------------------------------------------------------------------------------------
 
     def transpose(self) -> tuple[Runs, Runs]:
-        """For every (b, h, key tile) its partial and full query tiles, as the backward walks them."""
+        """For every (b, h, key tile) its partial and full query tiles, as the backward needs them."""
         g = self.geometry
         groups = g.batch * g.heads
         if g.total <= (DENSE_ON_CPU if self.device.type == "cpu" else DENSE_ON_GPU):
@@ -157,7 +160,7 @@ class TileMap:
         rows = ((b[:, None, None] * g.heads + h[None, :, None]) * g.q_tiles + q[None, None, :]).flatten()
         tokens = (q[:, None] * g.tile[0] + torch.arange(g.tile[0], device=self.device)).flatten()
         tail = g.q_tiles * g.tile[0] - g.q_len if len(q) and int(q[-1]) == g.q_tiles - 1 else 0
-        tokens = tokens[: len(tokens) - tail].clamp(max=g.q_len - 1)  # a short tile in the middle is filled up with its last query
+        tokens = tokens[: len(tokens) - tail].clamp(max=g.q_len - 1)  # a short tile that is not last is padded with its last query
         mask = self.mask
         if mask is not None:
             for name, positions in (("b", b), ("h", h), ("q", tokens)):
@@ -179,7 +182,7 @@ class TileMap:
             tensors += list(zip(self.mask.captures, other.mask.captures, strict=True))
         return all(_same(a, b) for a, b in tensors)
 
-    __hash__ = None  # type: ignore[assignment]  # how Python says that there is none: equal maps need not be the same
+    __hash__ = None  # type: ignore[assignment]  # not hashable
 
     def __repr__(self) -> str:
         return (
@@ -209,7 +212,7 @@ class TileMap:
         """Read a map that `save` wrote."""
         from tilewise.tiles.storage import load
 
-        return load(Path(path))
+        return TileMap(*load(Path(path)))
 
 
 def from_call(call: BoundProgram, geometry: Geometry, name: str, device: torch.device | str, look: Look | None = None) -> TileMap:

@@ -18,7 +18,7 @@ import tilewise
 from tilewise import scores
 from tilewise.lang import evaluate, trace_mask
 
-TURNS = 5  # peers take turns, so that what disturbs one disturbs all
+TURNS = 5  # peers take turns, so that noise on the machine affects all of them
 STRIP = 1024  # queries whose allowed pairs are counted at a time
 PEERS = ("tilewise", "torch SDPA", "torch flex")
 
@@ -34,7 +34,7 @@ class Work:
 
 
 class Rate(NamedTuple):
-    """TFLOP/s of unmasked work; the backward counts 2.5 times the forward. None where a peer cannot."""
+    """TFLOP/s of unmasked work; the backward counts 2.5 times the forward. None if a peer cannot run it."""
 
     forward: float | None
     backward: float | None
@@ -84,7 +84,7 @@ def measured(work: Work, inputs: tuple[Tensor, ...]) -> dict[str, Rate]:
     for peer, attend in peers(work, inputs[0]):
         try:
             jobs[peer] = _jobs(attend, inputs)
-        except Exception:  # a peer may be unable in any way, and its cell stays empty; we may not
+        except Exception:  # a peer may fail in any way, and its cell stays empty; tilewise must not fail
             if peer == "tilewise":
                 raise
     times: dict[str, list[list[float]]] = {peer: [[] for _ in found] for peer, found in jobs.items()}
@@ -102,7 +102,7 @@ def peers(work: Work, query: Tensor) -> Iterator[tuple[str, Callable[..., Tensor
     yield "tilewise", lambda q, k, v: tilewise.attention(q, k, v, mask=work.mask, score=work.score, backend="flex")
     if work.sdpa_causal is not None:
         yield "torch SDPA", lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=bool(work.sdpa_causal))
-    if query.device.type == "cuda":  # compiled, as it is meant to be used; on a CPU that takes longer than the rest together
+    if query.device.type == "cuda":  # compiled, as it is meant to be used; on a CPU, compiling takes longer than all the rest
         from torch.nn.attention import flex_attention as flex
 
         torch._dynamo.reset()
@@ -131,7 +131,7 @@ def _jobs(attend: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Cal
 
 
 def seconds(job: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, from as many as take a few hundredths of a second."""
+    """The time of one call, averaged over as many as take a few hundredths of a second."""
     _wait(device)
     begin = time.perf_counter()
     job()

@@ -1,4 +1,4 @@
-"""Building kernels ahead of time: for this machine's CPU, and for any GPU architecture, with or without a GPU."""
+"""Builds kernels ahead of time: for this machine's CPU, and for any GPU architecture, with or without a GPU."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,9 +19,9 @@ from tilewise.frontend.token_order import best_permutation, token_permute
 from tilewise.masks import Mask
 from tilewise.scores import as_scores, coverage
 
-HEADS, LENGTH = 2, 4096  # sizes are arguments of a kernel, not part of it; these only have to be plausible
+HEADS, LENGTH = 2, 4096  # kernels take sizes as arguments, so these only have to be plausible
 CPU, CPP = "cpu", "cpp"  # an architecture, and its engine
-Build = Callable[[], str]  # builds one kernel and says which
+Build = Callable[[], str]  # builds one kernel and returns its name
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -56,7 +56,7 @@ def build_kernels(
     decode          also those for a single query over a long cache
     progress        called with (done, total, what was built)
 
-    What is there already is not built again. Kernels do not depend on lengths, batch sizes, window sizes or captured contents.
+    Kernels that are in the store already are not built again. Kernels do not depend on lengths, batch sizes, window sizes or captured contents.
     """
     names = [arch] if arch is None or isinstance(arch, str) else list(arch)
     gpus = [_architecture(a) for a in names if a != CPU]
@@ -100,15 +100,15 @@ def _for_gpus(problems: list[Problem], singles: list[Problem], architectures: li
 
 
 def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], Any]]:
-    """What calls like this problem start on this architecture: on Hopper small ones take the Triton engine, large ones its own."""
+    """The launches of calls like this problem on this architecture. On Hopper, small calls run on the Triton engine and large ones on Gluon."""
     from tilewise.engines.gluon import ARCHITECTURE, NO_GLUON
     from tilewise.engines.gluon.refusals import refuse_backward, refuse_problem
     from tilewise.engines.triton import aot, too_wide
 
     mine = _in_order(problem, "triton")
-    wide = too_wide(mine, arch) if backward else None
-    if wide is not None:
-        raise BackendError(f"Could not compile flex_attention kernels: {wide}, and backward=False (--forward-only) leaves gradients out")
+    refusal = too_wide(mine, arch) if backward else None
+    if refusal is not None:
+        raise BackendError(f"Could not compile flex_attention kernels: {refusal}, and backward=False (--forward-only) leaves gradients out")
     launches = aot.forward_launches(mine) + (aot.backward_launches(mine, mine.learned) if backward else [])
     if arch == ARCHITECTURE and NO_GLUON is None and refuse_problem(problem) is None:
         from tilewise.engines.gluon import aot as hopper
@@ -121,7 +121,7 @@ def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], 
 
 
 def _in_order(problem: Problem, engine: str) -> Problem:
-    """The problem as an engine computes it: tokens of a grid may be in patches."""
+    """The problem with its tokens in the order in which an engine computes them: on a grid, possibly in patches."""
     permutation = None if problem.grid is None else best_permutation(engine_named(engine), problem)
     return problem if permutation is None else token_permute(permutation, problem)
 
@@ -155,7 +155,7 @@ def _build_all(wanted: list[Build], progress: Callable[[int, int, str], None] | 
         for done, future in enumerate(as_completed(futures), 1):
             try:
                 what = future.result()
-            except Exception as error:  # compilers fail in any way; the message says how
+            except Exception as error:  # compilers may raise anything; the message says what
                 for other in futures:
                     other.cancel()
                 raise BackendError(f"Could not compile flex_attention kernels: {type(error).__name__}: {error}") from error
@@ -164,7 +164,7 @@ def _build_all(wanted: list[Build], progress: Callable[[int, int, str], None] | 
 
 
 def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) -> Problem:
-    """Of the sizes that the mask and the scores are made for, as far as they are."""
+    """A problem of the sizes that the mask and the scores are made for, if they are for certain sizes."""
     grid = mask.grid if isinstance(mask, Mask) else None
     length = LENGTH if grid is None else prod(grid.shape)
     sizes = {"b": 1, "h": HEADS, "q": length if q_len == LENGTH else q_len, "kv": length}

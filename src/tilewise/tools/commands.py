@@ -1,4 +1,4 @@
-"""What the `tilewise` command can do."""
+"""The subcommands of `tilewise`."""
 
 import importlib.util
 import json
@@ -42,7 +42,7 @@ def usable(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch says "not compiled with CUDA" by an assertion
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError for "not compiled with CUDA"
         raise typer.BadParameter(f"torch cannot use the device {device!r} here: {str(error).splitlines()[0][:120]}", param_hint="--device") from None
     return torch.device(device)
 
@@ -190,7 +190,7 @@ def export(file: Annotated[Path, typer.Argument(help="Archive to write.")]) -> N
 @cache.command("import")
 def import_(file: Annotated[Path, typer.Argument(help="Archive that `tilewise cache export` wrote.", exists=True)]) -> None:
     """Take kernels from an archive; each is checked before it is kept."""
-    kept = refused = 0
+    imported = refused = 0
     with zipfile.ZipFile(file) as archive:
         for name in archive.namelist():
             key = name.removesuffix(store.ENDING)
@@ -199,8 +199,8 @@ def import_(file: Annotated[Path, typer.Argument(help="Archive that `tilewise ca
                 continue
             try:
                 store.write(key, store.unpack(archive.read(name)))
-                kept += 1
+                imported += 1
             except ValueError:
                 refused += 1
-    print(f"{kept} kernels taken into {store.kernel_root()}" + (f", {refused} entries refused" if refused else ""))
+    print(f"{imported} kernels taken into {store.kernel_root()}" + (f", {refused} entries refused" if refused else ""))
     raise typer.Exit(1 if refused else 0)

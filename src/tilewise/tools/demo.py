@@ -181,5 +181,5 @@ def torch_flex(example: Example, query: Tensor, key: Tensor, value: Tensor) -> C
 
     length = query.shape[2]
     block_mask = flex.create_block_mask(example.mask, None, None, length, length, device=str(query.device))
-    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # it is compared as it comes, and the table says so
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # compared uncompiled, and the table says so
     return lambda: flex.flex_attention(query, key, value, score_mod=example.score, block_mask=block_mask)

@@ -81,7 +81,7 @@ def _toolchain() -> list[Finding]:
 
 
 def _compiler() -> Finding:
-    """The C++ compiler, tried."""
+    """Whether the C++ compiler works."""
     from tilewise.engines.cpp import compiler, matrix_unit, missing
 
     reason = missing()
@@ -92,7 +92,7 @@ def _compiler() -> Finding:
 
 
 def _half_products() -> Finding:
-    """torch's own product of bfloat16 matrices on the CPU, in a process of its own: on some virtual machines it ends the process."""
+    """torch's own bfloat16 matmul on the CPU, tried in a subprocess: on some virtual machines it kills the process."""
     product = "import torch; a = torch.ones((64, 64), dtype=torch.bfloat16); a @ a"
     done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=300, check=False)
     if done.returncode == 0:
@@ -126,7 +126,7 @@ def _engine(engine: Engine, device: str) -> Finding:
         return Finding(title, "note", refusal)
     try:
         error = _error([query, key, value], mask, score, engine.name)
-    except Exception as failure:  # whatever goes wrong is what the doctor is asked to find
+    except Exception as failure:  # any failure is a finding
         return Finding(title, "problem", f"{type(failure).__name__}: {failure}", "this should work; please report it with `tilewise doctor --json`")
     allowed = 16 * torch.finfo(dtype).eps
     if not error <= allowed:

@@ -89,7 +89,7 @@ def explain(
         order = f"as given; {found.reason}"
         if found.permutation is not None and problem.mask is not None:
             order = f"by patches; {found.reason}"
-            problem = problem.with_tensors(mask=found.permutation.rewritten(problem.mask))
+            problem = problem.replaced(mask=found.permutation.rewritten(problem.mask))
     tile_map = map_of(problem, TILE)
     total = problem.batch * problem.heads * -(-problem.q_len // TILE[0]) * -(-problem.kv_len // TILE[1])
     computed, pairs = total, problem.batch * problem.heads * problem.q_len * problem.kv_len

@@ -34,7 +34,7 @@ NOT_CALLED = "not called"
 
 @dataclass
 class Use:
-    """What one layer did in one way: the engine (or what served it instead), the mask, how often."""
+    """How a layer computed attention: with which engine (or what else served it) and mask, and how often."""
 
     engine: str
     mask: str = ""
@@ -45,13 +45,13 @@ class Use:
 
     @property
     def skipped(self) -> float | None:
-        """The share of tiles left out; None where nobody counts them."""
+        """The share of tiles skipped; None if they are not counted."""
         return 1 - self.computed / self.tiles if self.tiles else None
 
 
 @dataclass
 class Layer:
-    """A layer of the model, by its name, and every way in which it attended."""
+    """An attention layer of the model and all its uses."""
 
     name: str
     kind: str
@@ -76,7 +76,7 @@ class watch:
     """Watch a model, or every model of a pipeline, inside a `with` block; print it for the table.
 
     `layers` has a Layer for each attention layer, `bypassing` those that did not reach tilewise, `engines` the calls by engine.
-    Calls compiled by torch.compile leave no trace; the table says so where a model is compiled.
+    Calls inside torch.compile are not seen; the table says so if a model is compiled.
     """
 
     def __init__(self, model: Any) -> None:
@@ -116,13 +116,13 @@ class watch:
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             stack = self._place.stack
-            if name in stack:  # an exception may have left inner modules on it
+            if name in stack:  # an exception may have left inner modules on the stack
                 del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
         return leave
 
     def _here(self) -> str | None:
-        """The layer being computed on this thread: the innermost attention module, else the innermost module."""
+        """The layer running on this thread: the innermost attention module, else the innermost module."""
         stack = self._place.stack
         return next((name for name in reversed(stack) if self._attends(name)), stack[-1] if stack else None)
 
@@ -152,7 +152,7 @@ class watch:
         use.tiles, use.computed = use.tiles + tiles.total_tiles * repeats, use.computed + tiles.computed_tiles * repeats
 
     def _on_torch(self, kind: str, call: Callable[[], Any]) -> Any:
-        """A call of torch's: it counts as bypassing unless tilewise was reached in it, as it is where another scope intercepts."""
+        """A call of torch's own attention: a bypass, unless tilewise was reached inside it, as under interception."""
         before = self._told
         result = call()
         if self._told == before and (kind != WRITTEN_OUT or self._inside_attention()):
@@ -173,7 +173,7 @@ class watch:
         module = self._modules[name]
         uses = list(self._seen.get(name, {}).values())
         if any(use.through_tilewise or use.engine != WRITTEN_OUT for use in uses):
-            uses = [use for use in uses if use.engine != WRITTEN_OUT]  # a softmax beside a real attention call is something else
+            uses = [use for use in uses if use.engine != WRITTEN_OUT]  # a softmax in a layer that also calls attention is something else
         if not uses:
             uses = [Use(UNSEEN if name in self._executed else NOT_CALLED, through_tilewise=False)]
         layer = Layer(name, type(module).__name__, uses)
@@ -181,11 +181,11 @@ class watch:
         return layer
 
     def _silent(self, name: str) -> bool:
-        """An attention module of which nothing was seen, neither in itself nor in the attention modules within it."""
+        """Whether an attention module contains no other attention module, and no module whose calls were seen."""
         return self._attends(name) and not any(other.startswith(f"{name}.") and (other in self._seen or self._attends(other)) for other in self._modules)
 
     def _remedy(self, layer: Layer, module: nn.Module) -> str:
-        """The line that would route a layer to tilewise."""
+        """The line of code that would route a layer to tilewise."""
         how = {use.engine for use in layer.uses}
         root = next(name for name in self._roots if not name or layer.name == name or layer.name.startswith(f"{name}."))
         model = root or "model"
@@ -204,9 +204,9 @@ class watch:
         return f"tilewise.integrations.route({model}), with need_weights=False where nn.MultiheadAttention is called"
 
     def _of_transformers(self, name: str) -> str | None:
-        """The outermost model of transformers that holds a layer: it says which attention its layers use."""
-        parts = name.split(".")
-        owners = ["", *(".".join(parts[: k + 1]) for k in range(len(parts)))]
+        """The outermost transformers model that contains a layer: it decides which attention its layers use."""
+        path = name.split(".")
+        owners = ["", *(".".join(path[: k + 1]) for k in range(len(path)))]
         return next((owner for owner in owners if owner in self._modules and _takes_implementations(self._modules[owner])), None)
 
     @property
@@ -248,7 +248,7 @@ class _Place(threading.local):
 
 
 class _TorchCalls(TorchFunctionMode):
-    """Notices attention that torch is asked for."""
+    """Notices calls of torch's own attention functions."""
 
     def __init__(self, watcher: watch) -> None:
         super().__init__()
@@ -273,15 +273,15 @@ def _kind(func: Callable[..., Any]) -> str | None:
 def _roots(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
-    parts = getattr(model, "components", model)
-    found = {name: part for name, part in parts.items() if isinstance(part, nn.Module)} if isinstance(parts, Mapping) else {}
+    components = getattr(model, "components", model)
+    found = {name: module for name, module in components.items() if isinstance(module, nn.Module)} if isinstance(components, Mapping) else {}
     if not found:
         raise InputError(f"watch takes a model (nn.Module), a pipeline with components, or a dict of models, got {type(model).__name__}")
     return found
 
 
 def _takes_implementations(module: Any) -> bool:
-    """A model of transformers that listens to set_attn_implementation; some take the call and keep what they have."""
+    """Whether this is a transformers model that obeys set_attn_implementation; some accept the call and ignore it."""
     return hasattr(module, "set_attn_implementation") and getattr(module, "_can_set_attn_implementation", lambda: True)()
 
 
@@ -289,11 +289,11 @@ def _takes_implementations(module: Any) -> bool:
 
 
 def _rows(layers: list[Layer]) -> Iterator[tuple[str, ...]]:
-    """A row for each way of each layer; layers that differ only in their number and did the same share one."""
+    """One row per use of a layer; layers that differ only in their number and have the same uses share rows."""
     groups: dict[Any, list[Layer]] = {}
     for layer in layers:
         did = tuple((use.engine, use.mask, use.calls, use.tiles, use.computed) for use in layer.uses)
-        pattern = tuple("#" if part.isdigit() else part for part in layer.name.split("."))
+        pattern = tuple("#" if field.isdigit() else field for field in layer.name.split("."))
         groups.setdefault((pattern, layer.kind, did), []).append(layer)
     for alike in groups.values():
         name = _listed([layer.name for layer in alike])

@@ -1,4 +1,4 @@
-"""The C++ engine: kernels for the processor it runs on, compiled when first needed, with masks and scores as generated functions."""
+"""The C++ engine: CPU kernels compiled for this processor on first use, with masks and scores as generated functions."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -34,7 +34,7 @@ class CppEngine(Engine):
         try:
             return run.forward(problem)
         except CompilerError as error:
-            return _instead(error).forward(problem, plan)
+            return _fallback(error).forward(problem, plan)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         from tilewise.engines.cpp import run
@@ -43,7 +43,7 @@ class CppEngine(Engine):
         try:
             return run.backward(problem, output, grad_out, grad_lse, wanted)
         except CompilerError as error:
-            return _instead(error).backward(problem, plan, output, grad_out, grad_lse, wanted)
+            return _fallback(error).backward(problem, plan, output, grad_out, grad_lse, wanted)
 
 
 SLOWER = "until then CPUs are served by tiles of plain torch operations, which is slower"
@@ -51,7 +51,7 @@ _missing: list[str | None] = []
 
 
 def missing() -> str | None:
-    """Why C++ cannot be compiled here, or None; found out once, by building the smallest part, which every kernel needs."""
+    """Why C++ cannot be compiled here, or None. Checked once, by building the thread pool, which every kernel needs."""
     if not _missing:
         from tilewise.engines.cpp.compiler import CompilerError
         from tilewise.engines.cpp.libraries import library_of
@@ -66,11 +66,11 @@ def missing() -> str | None:
     return _missing[0]
 
 
-missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets, without its imports
 
 
-def _instead(error: Exception) -> Engine:
-    """The compiler worked, and then it did not: this call is served by the engine that needs none, later ones do not come here."""
+def _fallback(error: Exception) -> Engine:
+    """The compiler passed its check but failed now: this call falls back to the blocked engine, and the C++ engine refuses from here on."""
     store.warn_once(f"{error}; {SLOWER}")
     _missing[:] = [str(error)]
     return BlockedEngine()

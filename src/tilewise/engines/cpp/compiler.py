@@ -1,4 +1,4 @@
-"""The C++ compiler: which one, for which processor, and running it."""
+"""Finds and runs the C++ compiler."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ SECONDS = 120
 INSTALL = "install one, such as g++ (apt install g++; dnf install gcc-c++; xcode-select --install)"
 KERNELS = Path(__file__).parent / "kernel"
 
-# NaN and Inf keep their meaning everywhere. Kernels may fuse a product and a sum; a program computes what torch computes, one rounding at a time.
+# No fast-math: NaN and Inf keep their meaning. Kernels may use FMA; generated programs may not, because they must round as torch does.
 FLAGS = ("-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 FOR_KERNELS = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-ffp-contract=fast")
 FOR_PROGRAMS = ("-O3", "-ffp-contract=off")
@@ -29,7 +29,7 @@ def find() -> str | None:
 
 
 def identity() -> str:
-    """Changes with the compiler and with the processor it compiles for."""
+    """Part of every cache key: changes with the compiler and with the processor it compiles for."""
     path = find()
     if path is None:
         raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
@@ -45,7 +45,7 @@ def _stamp(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def processor() -> str:
-    """The processor's features, by which `-march=native` chooses instructions."""
+    """The processor's features, which decide what `-march=native` generates."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             lines = file.read(2**14).splitlines()
@@ -65,18 +65,18 @@ def flags() -> tuple[str, ...]:
 
 
 def compiled(source: str, extra: tuple[str, ...]) -> bytes:
-    """A shared library from C++ source, which may include the kernel's files."""
+    """Compiles C++ source, which may include files of kernel/, into a shared library."""
     path = find()
     if path is None:
         raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
     with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
         library = Path(folder) / "library.so"
-        words = [path, *flags(), *extra, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
+        command = [path, *flags(), *extra, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
         try:
-            ran = subprocess.run(words, input=source, capture_output=True, text=True, timeout=SECONDS, check=False)
+            ran = subprocess.run(command, input=source, capture_output=True, text=True, timeout=SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CompilerError(f"the C++ compiler {path} could not be run: {error}") from error
         if ran.returncode != 0 or not library.exists():
-            said = [line for line in ran.stderr.splitlines() if "error" in line] or ran.stderr.splitlines() or [f"it ended with {ran.returncode}"]
-            raise CompilerError(f"the C++ compiler {path} failed: {said[0][:300]}; {INSTALL}")
+            messages = [line for line in ran.stderr.splitlines() if "error" in line] or ran.stderr.splitlines() or [f"it ended with {ran.returncode}"]
+            raise CompilerError(f"the C++ compiler {path} failed: {messages[0][:300]}; {INSTALL}")
         return library.read_bytes()

@@ -11,11 +11,11 @@ a load whose index provably stays inside needs no clamping, and a division of no
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewise.engines.codegen import INT32, Extents, Layout
+from tilewise.engines.codegen import INT32, Extents, Layout, ProgramWriter
 from tilewise.lang import BoundProgram, Derivative, Program
+from tilewise.lang.ops import OPS
 from tilewise.lang.program import literal_value
-from tilewise.lang.ranges import ranges
-from tilewise.lang.types import FLOATS, Type, promote
+from tilewise.lang.types import FLOATS, INTEGERS, NUMBER, Type
 
 # The C++ type a value is computed in; 16-bit floats are float32 numbers that have been rounded to them.
 TYPE = {
@@ -33,51 +33,6 @@ TYPE = {
 STORED = TYPE | {"f16": "half", "bf16": "bfloat"}
 ROUND = {"f16": "to_half({})", "bf16": "to_bfloat({})"}
 
-# Text of each operation on operands of one type; those that depend on more are written by Writer._special.
-TEXT = {
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "mul": "{0} * {1}",
-    "div": "{0} / {1}",
-    "neg": "-{0}",
-    "abs": "absolute({0})",
-    "minimum": "lesser({0}, {1})",
-    "maximum": "greater({0}, {1})",
-    "clamp_min": "greater({0}, {1})",
-    "clamp_max": "lesser({0}, {1})",
-    "lt": "{0} < {1}",
-    "le": "{0} <= {1}",
-    "gt": "{0} > {1}",
-    "ge": "{0} >= {1}",
-    "eq": "{0} == {1}",
-    "ne": "{0} != {1}",
-    "and": "{0} & {1}",
-    "or": "{0} | {1}",
-    "xor": "{0} ^ {1}",
-    "not": "~{0}",
-    "shl": "shift_left({0}, {1})",
-    "shr": "shift_right({0}, {1})",
-    "floor": "floor({0})",
-    "ceil": "ceil({0})",
-    "round": "rounded({0})",
-    "trunc": "trunc({0})",
-    "sign": "sign({0})",
-    "detach": "{0}",
-    "exp": "exp_of({0})",
-    "exp2": "exp2({0})",
-    "log": "log({0})",
-    "log2": "log2({0})",
-    "sqrt": "sqrt({0})",
-    "rsqrt": "reciprocal_root({0})",
-    "sin": "sin({0})",
-    "cos": "cos({0})",
-    "tanh": "tanh_of({0})",
-    "sigmoid": "sigmoid({0})",
-    "erf": "erf({0})",
-    "silu": "silu({0})",
-    "relu": "positive_part({0})",
-}
-
 
 @dataclass(frozen=True)
 class Axes:
@@ -94,15 +49,12 @@ BY_QUERY, BY_KEY = Axes("by_query", "q", "kv"), Axes("by_key", "kv", "q")
 ONCE, LANE, ROW, ELEMENT = range(4)
 
 
-class Writer:
+class Writer(ProgramWriter):
     """Writes the instructions of one program as statements of C++, sorted by where they are computed."""
 
     def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...], axes: Axes) -> None:
-        self.program, self.layouts, self.axes = program, layouts, axes
-        self.ranges = ranges(program, call, extents._asdict())
-        self.sizes = [tuple(t.shape) for t in call.captures]
-        self.slots = _size_slots(program)
-        self.types: list[str] = []
+        super().__init__(program, call, extents, layouts)
+        self.axes = axes
         self.levels: list[int] = []
         self.statements: dict[int, list[str]] = {ONCE: [], LANE: [], ROW: [], ELEMENT: []}
         for k in range(len(program.instructions)):
@@ -166,40 +118,32 @@ class Writer:
         return f"({TYPE[new]})({text})" if TYPE[old] != TYPE[new] else text
 
     def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
-        types = [self.program.instructions[a].type for a in args]
         if name == "where":
             return f"{self._cast(args[0], 'bool')} ? {self._cast(args[1], dtype)} : {self._cast(args[2], dtype)}"
-        computed = promote(*types).dtype
-        if type.is_float and computed not in FLOATS:
-            computed = type.dtype
-        if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
-            computed = "i32"
+        computed = self._computed_in(args, type, dtype)
         # torch computes on 16-bit floats in float32 and rounds the result; a Python number is not rounded to 16 bits before
-        operands = [self._cast(a, "f32" if computed in ROUND and types[k].level == 0 else computed) for k, a in enumerate(args)]
-        text = self._special(name, args, operands, computed)
-        if text is None:
-            text = TEXT[name].format(*operands)
+        levels = [self.program.instructions[a].type.level for a in args]
+        operands = [self._cast(a, "f32" if computed in ROUND and level == NUMBER else computed) for a, level in zip(args, levels, strict=True)]
+        text = SPECIAL[name](self, args, operands, computed) if name in SPECIAL else _text(name, computed).format(*operands)
         if type.is_bool:
             return text
         text = f"({TYPE[computed]})({text})"
         return ROUND[dtype].format(text) if dtype in ROUND else self._converted(text, computed, dtype)
 
-    def _special(self, name: str, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
-        """Operations whose text depends on what is known of their operands."""
-        is_float = computed in FLOATS
-        if name in ("floordiv", "mod"):
-            word = "quotient" if name == "floordiv" else "remainder"
-            positive = not is_float and self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0
-            return f"{'float' if is_float else 'positive' if positive else 'integer'}_{word}({operands[0]}, {operands[1]})"
-        if name == "pow":
-            return self._power(args, operands, computed)
-        if name in ("floor", "ceil", "trunc", "round") and not is_float:
-            return operands[0]
-        if computed == "bool":
-            return _BOOLEAN.get(name, "").format(*operands) or None
-        return None
+    # -- operations whose text depends on what is known of their operands: see SPECIAL -------------------------------
 
-    def _power(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
+    def _floordiv(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
+        return f"{self._kind_of_division(args, computed)}_quotient({operands[0]}, {operands[1]})"
+
+    def _mod(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
+        return f"{self._kind_of_division(args, computed)}_remainder({operands[0]}, {operands[1]})"
+
+    def _kind_of_division(self, args: tuple[int, ...], computed: str) -> str:
+        if computed in FLOATS:
+            return "float"
+        return "positive" if self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0 else "integer"
+
+    def _pow(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
         exponent = self.program.instructions[args[1]]
         if computed in FLOATS and exponent.op == "literal":
             n = literal_value(exponent.attr)
@@ -208,6 +152,8 @@ class Writer:
             if n in texts:
                 return texts[n]
         return f"{'pow' if computed in FLOATS else 'integer_power'}({operands[0]}, {operands[1]})"
+
+    # -- what is around the operations -------------------------------------------------------------------------------
 
     def address(self, slot: int, indices: tuple[int, ...]) -> str:
         """Which element of a capture: negative indices count from the end, others are kept inside."""
@@ -234,18 +180,19 @@ class Writer:
         return {int(i.attr) for i in self.program.instructions if i.op == "load"}
 
 
-_BOOLEAN = {
-    "add": "{0} | {1}",
-    "mul": "{0} & {1}",
-    "not": "!{0}",
-    "minimum": "{0} & {1}",
-    "maximum": "{0} | {1}",
-    "sign": "{0}",
-    "clamp_min": "{0} | {1}",
-    "clamp_max": "{0} & {1}",
-    "shl": "{0}",
-    "shr": "{0}",
-}
+SPECIAL: dict[str, Callable[[Writer, tuple[int, ...], list[str], str], str]] = {"floordiv": Writer._floordiv, "mod": Writer._mod, "pow": Writer._pow}
+
+
+def _text(name: str, computed: str) -> str:
+    """The text of an operation's entry for operands of this type."""
+    op = OPS[name]
+    text = op.cpp
+    if computed == "bool" and op.cpp_of_bools is not None:
+        text = op.cpp_of_bools
+    elif computed in INTEGERS and op.cpp_of_integers is not None:
+        text = op.cpp_of_integers
+    assert text is not None, f"{name} is written by SPECIAL"
+    return text
 
 
 def _integer(value: bool | int) -> str:
@@ -260,15 +207,6 @@ def _float(value: float, type: str) -> str:
     if value in (float("inf"), -float("inf")):
         return f"{'-' if value < 0 else ''}INFINITE<{type}>"
     return f"({value!r})"
-
-
-def _size_slots(program: Program) -> list[tuple[int, int]]:
-    """For every capture, where its sizes and its strides begin in `places`."""
-    slots, at = [], 0
-    for capture in program.captures:
-        slots.append((at, at + capture.rank))
-        at += 2 * capture.rank
-    return slots
 
 
 # -- whole functions -------------------------------------------------------------------------------------------------

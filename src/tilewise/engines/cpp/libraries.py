@@ -1,4 +1,4 @@
-"""Compiled C++: from memory, from the store, or built and put there."""
+"""Compiled C++ libraries: cached in this process, in the store, or built now."""
 
 import ctypes
 import hashlib
@@ -16,7 +16,7 @@ from tilewise.engines.cpp.compiler import CompilerError
 
 
 class Counts:
-    """Libraries this process compiled, and took from the store; tests count."""
+    """How many libraries this process compiled, and how many it loaded from the store (for tests)."""
 
     built = 0
     loaded = 0
@@ -26,7 +26,7 @@ class Unit(NamedTuple):
     """What one library is compiled from."""
 
     source: str
-    extra: tuple[str, ...]  # further words for the compiler
+    extra: tuple[str, ...]  # further compiler flags
 
 
 _libraries: dict[Unit, ctypes.CDLL] = {}
@@ -39,16 +39,16 @@ def library_of(unit: Unit) -> ctypes.CDLL:
         with _lock:
             found = _libraries.get(unit)
             if found is None:
-                found = _libraries[unit] = _load(parts_of(unit)["library"])
+                found = _libraries[unit] = _load(build_unit(unit)["library"])
     return found
 
 
-def parts_of(unit: Unit) -> dict[str, bytes]:
-    """The compiled unit: from the store, or built and put there."""
-    parts, built = store.find_or_build(key_of(unit), lambda: {"library": compiler.compiled(unit.source, unit.extra)})
+def build_unit(unit: Unit) -> dict[str, bytes]:
+    """The compiled unit, from the store or built now: {"library": bytes}."""
+    files, built = store.find_or_build(key_of(unit), lambda: {"library": compiler.compiled(unit.source, unit.extra)})
     Counts.built += built
     Counts.loaded += not built
-    return parts
+    return files
 
 
 def key_of(unit: Unit) -> str:
@@ -57,7 +57,7 @@ def key_of(unit: Unit) -> str:
 
 @lru_cache(maxsize=1)
 def sources_digest() -> str:
-    """Changes with tilewise and with the kernels' own source."""
+    """Part of every cache key: changes with tilewise's version and with the source in kernel/."""
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(compiler.KERNELS.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
@@ -65,9 +65,9 @@ def sources_digest() -> str:
 
 
 def _load(data: bytes) -> ctypes.CDLL:
-    """The system loads libraries from files: a private one, which is gone once it is loaded."""
+    """Loads a library by way of a temporary file, which is deleted once it is loaded."""
     reasons = []
-    for folder in (None, str(store.kernel_root())):  # temporary files may not be executable
+    for folder in (None, str(store.kernel_root())):  # the system's temporary folder may be mounted noexec
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix="tilewise-", suffix=".so", delete=False) as file:
                 file.write(data)

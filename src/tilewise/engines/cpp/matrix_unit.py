@@ -1,4 +1,4 @@
-"""Whether the processor's matrix unit (AMX) can really be used: some virtual machines announce it and then end a process that tries."""
+"""Whether the processor's matrix unit (AMX) works: some virtual machines announce it and then kill any process that uses it."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linu
 
 @lru_cache(maxsize=1)
 def usable() -> bool:
-    """Tried once on this machine, in a process of its own."""
+    """Tried once per machine, in a subprocess; the store remembers the result."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or "amx_bf16" not in compiler.processor():
         return False
     key = sha256(f"matrix unit {platform.node()} {os.uname().release} {compiler.identity()}".encode()).hexdigest()
@@ -33,8 +33,8 @@ def usable() -> bool:
 
 
 def _granted() -> bool:
-    """The system gives a process the unit's registers only when asked, and may say no."""
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+    """Linux grants a process the tile registers only on request, and may refuse."""
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
 
 
 def _try() -> bool:

@@ -1,4 +1,4 @@
-"""Generated mask and score functions of a problem, made once per structure."""
+"""Generated mask and score functions of a problem, cached by structure."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
 from tilewise.engines.codegen import Extents, Layout
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
@@ -15,26 +16,26 @@ from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, mask_sourc
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
 from tilewise.lang import BoundProgram, Program, derive
 
-MOST_FUNCTIONS = 4096
-_functions: dict[Any, Unit] = {}
+MAX_UNITS = 4096
+_units: dict[Any, Unit] = {}
 
 
 def mask_unit(p: Problem) -> Unit | None:
-    return None if p.mask is None else _unit("mask", p.mask, p, lambda call: mask_source(_both_ways(call, p), real(p)))
+    return None if p.mask is None else _unit("mask", p.mask, p, lambda call: mask_source(_both_axes(call, p), real(p)))
 
 
 def score_unit(p: Problem) -> Unit | None:
-    return None if p.score is None else _unit("score", p.score, p, lambda call: score_source(_both_ways(call, p), real(p)))
+    return None if p.score is None else _unit("score", p.score, p, lambda call: score_source(_both_axes(call, p), real(p)))
 
 
-def slope_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
+def dscore_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
     """The score's derivative, and the gradients of the wanted captures."""
 
     def make(call: BoundProgram) -> str:
         derivative = derive(call.program, wanted)
         return slope_source(_writer(derivative.program, call, p, BY_QUERY), derivative, real(p))
 
-    return None if p.score is None else _unit(f"slope {sorted(wanted)}", p.score, p, make)
+    return None if p.score is None else _unit(f"dscore {sorted(wanted)}", p.score, p, make)
 
 
 def real(p: Problem) -> str:
@@ -42,36 +43,36 @@ def real(p: Problem) -> str:
 
 
 def _unit(kind: str, call: BoundProgram, p: Problem, make: Callable[[BoundProgram], str]) -> Unit:
-    """What is generated depends on the program, and on what its integers and the lengths let the bounds prove."""
-    places = tuple([(t.shape, t.stride()) for t in call.captures])
+    """Cached by all that the generated code depends on: the program, and the integers, layouts and lengths that its bounds are proved from."""
+    layout = tuple([(t.shape, t.stride()) for t in call.captures])
     extents = Extents(p.batch, p.heads, p.q_len, p.kv_len)
-    key = (kind, call.program.text, call.ints, places, extents, p.dtype == torch.float64)
-    found = _functions.get(key)
+    key = (kind, call.program.text, call.ints, layout, extents, p.dtype == torch.float64)
+    found = _units.get(key)
     if found is None:
-        if len(_functions) >= MOST_FUNCTIONS:
-            _functions.clear()
-        found = _functions[key] = Unit(make(call), FOR_PROGRAMS)
+        if len(_units) >= MAX_UNITS:
+            _units.clear()
+        found = _units[key] = Unit(make(call), FOR_PROGRAMS)
     return found
 
 
-def _both_ways(call: BoundProgram, p: Problem) -> list[Writer]:
+def _both_axes(call: BoundProgram, p: Problem) -> list[Writer]:
     return [_writer(call.program, call, p, axes) for axes in (BY_QUERY, BY_KEY)]
 
 
 def _writer(program: Program, call: BoundProgram, p: Problem, axes: Axes) -> Writer:
-    layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, _reach(t) >= 2**31) for t in call.captures)
+    layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, _max_offset(t) >= 2**31) for t in call.captures)
     return Writer(program, call, Extents(p.batch, p.heads, p.q_len, p.kv_len), layouts, axes)
 
 
-def _reach(t: Tensor) -> int:
+def _max_offset(t: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
 
 
 class Arguments(NamedTuple):
-    """The kernel's `Program` as numbers, and what they point to."""
+    """A kernel struct as numbers, and the objects they point into."""
 
     values: tuple[int, ...]
-    kept: Any = None
+    keep_alive: Any = None
 
 
 ABSENT = Arguments((0,) * 6)
@@ -80,8 +81,8 @@ ABSENT = Arguments((0,) * 6)
 def program_arguments(call: BoundProgram | None, unit: Unit | None) -> Arguments:
     if call is None or unit is None:
         return ABSENT
-    arrays = call_arrays(call) if call.captures else _without_captures(call.ints, call.floats)
-    return Arguments((*_addresses(unit), *arrays.values), arrays.kept)
+    arrays = call_arrays(call) if call.captures else _without_captures(call.ints, exact(call.floats))
+    return Arguments((*_addresses(unit), *arrays.values), arrays.keep_alive)
 
 
 @lru_cache(maxsize=1024)
@@ -91,8 +92,8 @@ def _addresses(unit: Unit) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _without_captures(ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
-    return _arrays((), ints, floats)
+def _without_captures(ints: tuple[int, ...], floats: tuple[float | str, ...]) -> Arguments:
+    return _arrays((), ints, tuple([float(f) for f in floats]))
 
 
 def call_arrays(call: BoundProgram) -> Arguments:
@@ -101,11 +102,11 @@ def call_arrays(call: BoundProgram) -> Arguments:
 
 
 def _arrays(tensors: tuple[Tensor, ...], ints: tuple[int, ...], floats: tuple[float, ...]) -> Arguments:
-    places = [x for t in tensors for x in (*t.shape, *t.stride())]
-    kept = (
+    layout = [x for t in tensors for x in (*t.shape, *t.stride())]
+    keep_alive = (
         (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]),
         (ctypes.c_int64 * len(ints))(*ints),
         (ctypes.c_double * len(floats))(*floats),
-        (ctypes.c_int64 * len(places))(*places),
+        (ctypes.c_int64 * len(layout))(*layout),
     )
-    return Arguments(tuple([ctypes.addressof(k) for k in kept]), kept)
+    return Arguments(tuple([ctypes.addressof(array) for array in keep_alive]), keep_alive)

@@ -1,4 +1,4 @@
-"""How a problem becomes calls of the C++ kernels."""
+"""Packs a problem into the kernels' arguments and runs them."""
 
 import ctypes
 import struct
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import like_query, scalar_seed, sinks_gradient
+from tilewise.engines.base import attend_nothing, like_query, scalar_seed, sinks_gradient
 from tilewise.engines.cpp import matrix_unit, threads
 from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
-from tilewise.engines.cpp.mods import Arguments, mask_unit, program_arguments, score_unit, slope_unit
-from tilewise.engines.cpp.tile_schedule import KEYS, LANES, Walk, column_walk, row_walk
+from tilewise.engines.cpp.mods import Arguments, dscore_unit, mask_unit, program_arguments, score_unit
+from tilewise.engines.cpp.tile_schedule import KEYS, LANES, TileSchedule, key_schedule, query_schedule
 from tilewise.engines.cpp.workspace import borrowed
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.lang import derive
 
 ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
-DECODE_QUERIES, KEYS_PER_SPLIT, MOST_SPLITS = 4, 512, 32  # decoding: at most so many queries; keys of a part, at least
-MOST_CHUNKS, TILES_PER_CHUNK = 16, 8  # the backward's stretches of keys: as many in all, each of so many tiles at least
-PACKING_BYTES, UNPACKED = 2**19, (0, 0, 0)  # keys are laid out anew where as many bytes of one are read, by all its queries together, at least
-PRIVATE_GROUPS, PRIVATE_BYTES = 8, 2**28  # captures' gradients that everyone adds to: copies, and their size in all, at most
+MAX_DECODE_QUERIES, MIN_SPLIT_KEYS, MAX_SPLITS = 4, 512, 32  # when a forward is decoding, and how its keys are split
+MAX_CHUNKS, MIN_CHUNK_TILES = 16, 8  # backward: chunks of keys over all (batch, kv head); key tiles in each
+PACKING_BYTES, UNPACKED = 2**19, (0, 0, 0)  # packing pays if the queries together read at least so many bytes of each key
+MAX_COPIES, MAX_COPIES_BYTES = 8, 2**28  # private copies of captures' gradients that every item adds to
 
 # The kernels' structs, as in kernel/arguments.h: every field has 8 bytes.
 TENSOR = "5q"
@@ -36,44 +36,46 @@ BACKWARD = f"{PROBLEM}{2 * TENSOR}22q"
 
 
 def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
-    """name: forward (and decode) or backward."""
-    matrices = ("-DMATRIX_UNIT",) if by_matrices(dtype) else ()
-    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *matrices))
+    """The library of a kernel: "forward" (which includes decode) or "backward"."""
+    matrix_unit_flags = ("-DMATRIX_UNIT",) if uses_matrix_unit(dtype) else ()
+    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *matrix_unit_flags))
 
 
-def by_matrices(dtype: torch.dtype) -> bool:
-    """Whether products run on the processor's matrix unit."""
+def uses_matrix_unit(dtype: torch.dtype) -> bool:
+    """Whether products run on the processor's matrix unit (AMX)."""
     return dtype == torch.bfloat16 and matrix_unit.usable()
 
 
 @lru_cache(maxsize=16)
 def _kernel(name: str, dtype: torch.dtype) -> Callable[[bytes], None]:
-    function = getattr(library_of(kernel_unit("backward" if name == "backward" else "forward", dtype)), f"tilewise_{name}")
+    function: Any = getattr(library_of(kernel_unit("backward" if name == "backward" else "forward", dtype)), f"tilewise_{name}")
     function.argtypes, function.restype = (ctypes.c_char_p,), None
-    return function
+    kernel: Callable[[bytes], None] = function
+    return kernel
 
 
 def forward(p: Problem) -> Output:
+    if p.query.numel() == 0 or p.key.numel() == 0:
+        return attend_nothing(p)
     out = like_query(p.query, p.v_dim)
     lse = torch.empty((p.batch, p.heads, p.q_len), dtype=p.inner_dtype)
     max_score = torch.empty_like(lse)
-    if p.query.numel() == 0 or p.key.numel() == 0:
-        return _nothing_to_attend(p, out, lse, max_score)
     decoding = is_decoding(p)
-    walk = _no_walk() if decoding else row_walk(p)
-    values, kept = _problem_values(p, walk)
-    splits, parts = 1, None
+    schedule = _no_schedule() if decoding else query_schedule(p)
+    values, keep_alive = _problem_values(p, schedule)
+    splits, split_results = 1, None
     if decoding:
         splits = split_count(p)
-        parts = torch.empty((p.batch, p.kv_heads, splits, p.heads // p.kv_heads * p.q_len, p.v_dim + 2), dtype=p.inner_dtype)
-    values += [*_tensor(out), lse.data_ptr(), max_score.data_ptr(), splits, _address(parts)]
-    kernel, sizes = _kernel("decode" if decoding else "forward", p.dtype), UNPACKED if decoding else _packed(p, walk.share)
+        rows = p.heads // p.kv_heads * p.q_len
+        split_results = torch.empty((p.batch, p.kv_heads, splits, rows, p.v_dim + 2), dtype=p.inner_dtype)  # last: acc[Dv], max_score, total
+    values += [*_tensor(out), lse.data_ptr(), max_score.data_ptr(), splits, _address(split_results)]
+    kernel, sizes = _kernel("decode" if decoding else "forward", p.dtype), UNPACKED if decoding else _packed_sizes(p, schedule.density)
     if sizes is UNPACKED:
         kernel(struct.pack(FORWARD, *values, *UNPACKED))
     else:
         with borrowed(*sizes) as packed:
             kernel(struct.pack(FORWARD, *values, *packed))
-    del kept
+    del keep_alive
     return Output(out, lse, max_score)
 
 
@@ -83,15 +85,15 @@ def backward(p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | No
         p = replace(p, score=replace(p.score, captures=captures))
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
     delta = torch.zeros((p.batch, p.heads, p.q_len), dtype=p.inner_dtype)
-    sums = _capture_sums(p, wanted)
+    capture_sums = _zeroed_capture_gradients(p, wanted)
     grad_lse = None if grad_lse is None else grad_lse.to(p.inner_dtype).contiguous()
     if p.query.numel() and p.key.numel():
-        _run_backward(p, output, grad_out.to(p.dtype), grad_lse, delta, (dq, dk, dv), wanted, sums)
+        _run_backward(p, output, grad_out.to(p.dtype), grad_lse, delta, (dq, dk, dv), wanted, capture_sums)
     else:
         delta = delta if grad_lse is None else delta - grad_lse
         for t in (dq, dk, dv):
             t.zero_()
-    captured = {} if p.score is None else {k: t.sum(0).to(p.score.captures[k].dtype) for k, t in sums.items()}
+    captured = {} if p.score is None else {k: t.sum(0).to(p.score.captures[k].dtype) for k, t in capture_sums.items()}
     return Gradients(dq, dk, dv, sinks_gradient(p, output, delta), captured)
 
 
@@ -101,20 +103,20 @@ def _run_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     delta: Tensor,
-    found: tuple[Tensor, ...],
+    grads: tuple[Tensor, Tensor, Tensor],
     wanted: frozenset[int],
-    sums: dict[int, Tensor],
+    capture_sums: dict[int, Tensor],
 ) -> None:
-    walk = column_walk(p)
-    values, kept = _problem_values(p, walk)
-    groups = _group_arguments(p, wanted, sums)
-    blocks_per_tile = -(-walk.other_tile // LANES)
-    blocks = -(-p.q_len // walk.other_tile) * blocks_per_tile
-    chunks = 1 if wanted else chunk_count(p, walk)
-    begun = torch.zeros((chunks, p.batch, p.heads, blocks), dtype=torch.uint8)
-    shares = begun.numel() * _padded(p.head_dim) * LANES * p.inner_dtype.itemsize
-    slope = slope_unit(p, wanted)
-    with borrowed(*_query_layouts(p, grad_out, blocks), shares) as places:
+    schedule = key_schedule(p)
+    values, keep_alive = _problem_values(p, schedule)
+    groups = _group_arguments(p, wanted, capture_sums)
+    blocks_per_tile = -(-schedule.other_tile // LANES)
+    blocks = -(-p.q_len // schedule.other_tile) * blocks_per_tile
+    chunks = 1 if wanted else chunk_count(p, schedule)
+    dq_written = torch.zeros((chunks, p.batch, p.heads, blocks), dtype=torch.uint8)
+    dq_bytes = dq_written.numel() * _pad32(p.head_dim) * LANES * p.inner_dtype.itemsize
+    dscore = dscore_unit(p, wanted)
+    with borrowed(*_query_layouts(p, grad_out, blocks), dq_bytes) as buffers:
         arguments = struct.pack(
             BACKWARD,
             *values,
@@ -125,65 +127,65 @@ def _run_backward(
             delta.data_ptr(),
             blocks,
             blocks_per_tile,
-            *places,
-            begun.data_ptr(),
-            *[t.data_ptr() for t in found],
-            0 if slope is None else address_of(library_of(slope), "slope"),
+            *buffers,
+            dq_written.data_ptr(),
+            *[t.data_ptr() for t in grads],
+            0 if dscore is None else address_of(library_of(dscore), "slope"),
             *groups.values[:2],
             chunks,
             *groups.values[2:],
         )
         _kernel("backward", p.dtype)(arguments)
-    del kept
+    del keep_alive
 
 
 def _query_layouts(p: Problem, grad_out: Tensor, blocks: int) -> list[int]:
-    """Bytes of queries and output gradients as the products read them: by lanes, by rows (where their own do not serve), and whether they are finite."""
+    """Bytes of the packed copies of Q and dO: transposed to lanes, by rows (0 if the tensor's own can be read), and the flags for "all finite"."""
     count = p.batch * p.heads * blocks
-    if by_matrices(p.dtype):
-        pairs = [count * LANES * _padded(d) * 2 for d in (p.head_dim, p.v_dim)]
+    if uses_matrix_unit(p.dtype):
+        pairs = [count * LANES * _pad32(d) * 2 for d in (p.head_dim, p.v_dim)]
         return [*pairs, *pairs, count]
     block, width = count * LANES * p.inner_dtype.itemsize, 64 // p.inner_dtype.itemsize
-    rows = [0 if _serves(t, p) else block * (-(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
+    rows = [0 if _readable_in_place(t, p) else block * (-(-t.shape[3] // width) * width) for t in (p.query, grad_out)]
     return [block * p.head_dim, block * p.v_dim, *rows, 0]
 
 
-def _group_arguments(p: Problem, wanted: frozenset[int], sums: dict[int, Tensor]) -> Arguments:
-    """Where each group adds up the captures' gradients, how many captures there are, how many groups, and their items."""
+def _group_arguments(p: Problem, wanted: frozenset[int], capture_sums: dict[int, Tensor]) -> Arguments:
+    """Pointers to the captures' gradients of each group, and the number of captures, of groups, and the items of each."""
     if not wanted:
-        return Arguments((0, 0, chunk_count(p, column_walk(p)) * p.batch * p.kv_heads, 0, 0))
+        return Arguments((0, 0, chunk_count(p, key_schedule(p)) * p.batch * p.kv_heads, 0, 0))
     assert p.score is not None
-    groups, slots = _groups(p, wanted), len(p.score.captures)
+    groups, slots = _item_groups(p, wanted), len(p.score.captures)
     pointers = (ctypes.c_void_p * (len(groups) * slots))()
     offsets = (ctypes.c_int64 * (len(groups) + 1))()
     items = (ctypes.c_int64 * (p.batch * p.kv_heads))(*[item for group in groups for item in group])
     for g, group in enumerate(groups):
         offsets[g + 1] = offsets[g] + len(group)
-        for slot, copies in sums.items():
+        for slot, copies in capture_sums.items():
             pointers[g * slots + slot] = copies[g % len(copies)].data_ptr()
     numbers = (ctypes.addressof(pointers), slots, len(groups), ctypes.addressof(offsets), ctypes.addressof(items))
     return Arguments(numbers, (pointers, offsets, items))
 
 
-def _packed(p: Problem, share: float) -> tuple[int, int, int]:
-    """Bytes of keys and values laid out for the products, and of whether each block is finite. A key is attended to by `share` of the queries."""
-    matrices, number = by_matrices(p.dtype), p.inner_dtype.itemsize
-    if not matrices and share * p.q_len * (p.heads // p.kv_heads) * number * max(p.head_dim, p.v_dim) < PACKING_BYTES:
+def _packed_sizes(p: Problem, density: float) -> tuple[int, int, int]:
+    """Bytes of packed keys, packed values, and the "all finite" flag of each block. `density` is the share of queries that attend to a key."""
+    on_matrix_unit, itemsize = uses_matrix_unit(p.dtype), p.inner_dtype.itemsize
+    if not on_matrix_unit and density * p.q_len * (p.heads // p.kv_heads) * itemsize * max(p.head_dim, p.v_dim) < PACKING_BYTES:
         return UNPACKED
     blocks = p.batch * p.kv_heads * -(-p.kv_len // KEYS)
-    sizes = (2 * _padded(p.head_dim), 2 * _padded(p.v_dim)) if matrices else (number * p.head_dim, number * p.v_dim)
+    sizes = (2 * _pad32(p.head_dim), 2 * _pad32(p.v_dim)) if on_matrix_unit else (itemsize * p.head_dim, itemsize * p.v_dim)
     return blocks * KEYS * sizes[0], blocks * KEYS * sizes[1], blocks
 
 
-def _padded(size: int) -> int:
+def _pad32(size: int) -> int:
     return -(-size // 32) * 32
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _problem_values(p: Problem, walk: Walk) -> tuple[list[Any], Any]:
-    """The kernel's `Problem`, and what has to live as long as it."""
+def _problem_values(p: Problem, schedule: TileSchedule) -> tuple[list[Any], Any]:
+    """The kernel's `Problem` as numbers, and the objects it points into, which must outlive the call."""
     mask, score = program_arguments(p.mask, mask_unit(p)), program_arguments(p.score, score_unit(p))
     sinks = None if p.sinks is None else p.sinks.to(p.inner_dtype).contiguous()
     dropped = p.dropout_p > 0
@@ -200,7 +202,7 @@ def _problem_values(p: Problem, walk: Walk) -> tuple[list[Any], Any]:
         *_tensor(p.query),
         *_tensor(p.key),
         *_tensor(p.value),
-        *walk.values,
+        *schedule.values,
         *mask.values,
         *score.values,
         0 if sinks is None else sinks.data_ptr(),
@@ -209,7 +211,7 @@ def _problem_values(p: Problem, walk: Walk) -> tuple[list[Any], Any]:
         threshold(p.dropout_p),
         scalar_seed(p) if dropped else 0,
     ]
-    return values, (mask, score, sinks, walk)
+    return values, (mask, score, sinks, schedule)
 
 
 def _tensor(t: Tensor) -> tuple[int, ...]:
@@ -220,44 +222,43 @@ def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def _no_walk() -> Walk:
-    return Walk((0,) * 12, 0, 0, 0)
+def _no_schedule() -> TileSchedule:
+    return TileSchedule((0,) * 12, 0, 0, 0)
 
 
-def _serves(t: Tensor, p: Problem) -> bool:
-    """Whether a product can read a tensor's rows where they are: of the computed type, one after another, whole vectors."""
+def _readable_in_place(t: Tensor, p: Problem) -> bool:
+    """Whether the kernel can read a tensor's rows without a copy: in the compute dtype, contiguous, a whole number of vectors."""
     return t.dtype == p.inner_dtype and t.stride(3) == 1 and t.shape[3] * t.element_size() % 64 == 0
 
 
-# -- how the work is cut: by the shapes alone, so that the result does not depend on the number of threads ----------------
+# -- how the work is split: by shapes alone, so that the result does not depend on the number of threads ------------------
 
 
 def is_decoding(p: Problem) -> bool:
-    """Few queries, too few to fill the lanes of a tile, and no backward to come, which would add up the scores in another order.
-
-    A map given as tiles is walked by tiles.
+    """Too few queries to fill a tile's lanes. Not if gradients are needed (the backward recomputes scores in the tiled summation order), nor if the map
+    itself was given as tiles.
     """
-    return p.q_len <= DECODE_QUERIES and (p.tiles is None or not p.tiles.given) and not any([t.requires_grad for t in (p.query, p.key, p.value)])
+    return p.q_len <= MAX_DECODE_QUERIES and (p.tiles is None or not p.tiles.given) and not any([t.requires_grad for t in (p.query, p.key, p.value)])
 
 
 def split_count(p: Problem) -> int:
-    return max(1, min(p.kv_len // KEYS_PER_SPLIT, MOST_SPLITS))
+    return max(1, min(p.kv_len // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
-def chunk_count(p: Problem, walk: Walk) -> int:
-    return max(1, min(MOST_CHUNKS // (p.batch * p.kv_heads), walk.rows // TILES_PER_CHUNK))
+def chunk_count(p: Problem, schedule: TileSchedule) -> int:
+    return max(1, min(MAX_CHUNKS // (p.batch * p.kv_heads), schedule.rows // MIN_CHUNK_TILES))
 
 
-def _capture_sums(p: Problem, wanted: frozenset[int]) -> dict[int, Tensor]:
-    """Where the captures' gradients are added up: [copies, *shape]."""
+def _zeroed_capture_gradients(p: Problem, wanted: frozenset[int]) -> dict[int, Tensor]:
+    """Zeros to accumulate the captures' gradients in: [copies, *shape] each."""
     if p.score is None or not wanted:
         return {}
     copies = 1 if owned_axes(p, wanted) else private_copies(p, wanted)
     return {k: torch.zeros((copies, *p.score.captures[k].shape), dtype=torch.float64) for k in wanted}
 
 
-def _groups(p: Problem, wanted: frozenset[int]) -> list[list[int]]:
-    """(batch, kv head) items that one thread takes in order because they add to the same places."""
+def _item_groups(p: Problem, wanted: frozenset[int]) -> list[list[int]]:
+    """(batch, kv head) items, grouped so that different groups never add to the same memory; a group runs in order on one thread."""
     count = p.batch * p.kv_heads
     if not wanted:
         return []
@@ -270,7 +271,7 @@ def _groups(p: Problem, wanted: frozenset[int]) -> list[list[int]]:
 
 
 def owned_axes(p: Problem, wanted: frozenset[int]) -> frozenset[str]:
-    """Of b and h, those by which every load of a wanted capture is indexed: different ones add to different places."""
+    """Which of b and h index every load of a wanted capture: items that differ in them add to different elements."""
     assert p.score is not None
     derivative = derive(p.score.program, wanted)
     owned = frozenset("bh")
@@ -284,10 +285,4 @@ def owned_axes(p: Problem, wanted: frozenset[int]) -> frozenset[str]:
 def private_copies(p: Problem, wanted: frozenset[int]) -> int:
     assert p.score is not None
     size = 8 * sum(p.score.captures[k].numel() for k in wanted)
-    return max(1, min(PRIVATE_GROUPS, p.batch * p.kv_heads, PRIVATE_BYTES // max(size, 1)))
-
-
-def _nothing_to_attend(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor) -> Output:
-    """No keys at all: outputs are 0; the sink, where there is one, is the whole sum."""
-    lse = lse.fill_(-torch.inf) if p.sinks is None else p.sinks.to(p.inner_dtype).view(1, -1, 1).expand_as(lse).contiguous()
-    return Output(out.zero_(), lse, max_score.fill_(-torch.inf))
+    return max(1, min(MAX_COPIES, p.batch * p.kv_heads, MAX_COPIES_BYTES // max(size, 1)))

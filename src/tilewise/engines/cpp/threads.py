@@ -1,4 +1,4 @@
-"""The threads kernels run on: torch's own, or the pool's."""
+"""The threads that kernels run on: torch's OpenMP team, or a pool of our own."""
 
 import ctypes
 from functools import lru_cache
@@ -7,7 +7,7 @@ from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, address_of, library_of
 
 POOL = Unit('#include "pool.cpp"\n', FOR_KERNELS)
-RUNTIMES = ("libgomp", "libiomp5")  # OpenMP libraries that start a team by GOMP_parallel
+RUNTIMES = ("libgomp", "libiomp5")  # OpenMP libraries that export GOMP_parallel
 
 
 @lru_cache(maxsize=1)
@@ -21,13 +21,13 @@ def pool() -> int:
 
 
 def _torch_team() -> int | None:
-    """GOMP_parallel of the OpenMP library that torch has loaded, if it has one: two teams on the same cores would disturb each other."""
+    """Address of GOMP_parallel in the OpenMP library that torch has loaded, if any: a second team of threads would compete for the same cores."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as file:
             paths = dict.fromkeys(line.split(maxsplit=5)[5].strip() for line in file if any(name in line for name in RUNTIMES))
     except (OSError, IndexError):
         return None
-    if len(paths) != 1:  # none, or more than one, of which it is not known which torch uses
+    if len(paths) != 1:  # none, or several: no way to tell which one torch uses
         return None
     try:
         return address_of(ctypes.CDLL(next(iter(paths))), "GOMP_parallel")

@@ -1,4 +1,4 @@
-"""Tile maps as the C++ kernels walk them."""
+"""Tile schedules: in which order the C++ kernels take the rows of a tile map, and which tiles each row visits."""
 
 from dataclasses import dataclass
 
@@ -13,39 +13,41 @@ LANES = KEYS = 64  # as in kernel/tiles.h
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The kernel's `Walk` as numbers, and the tensors they point into."""
+class TileSchedule:
+    """The kernel's `TileSchedule` (kernel/arguments.h) as numbers, and the tensors they point into."""
 
     values: tuple[int, ...]
     rows: int
     tile: int
     other_tile: int
-    share: float = 1.0  # of all tiles, those that are walked
-    kept: tuple[Tensor, ...] = ()
+    density: float = 1.0  # share of all tiles that are visited
+    tensors: tuple[Tensor, ...] = ()
 
 
-def row_walk(p: Problem) -> Walk:
-    """One row per tile of queries."""
+def query_schedule(p: Problem) -> TileSchedule:
+    """One row per query tile, over key tiles."""
     tile_map = map_of(p, (LANES, KEYS))
     if tile_map is None:
-        return _everything(p.q_len, LANES, KEYS)
-    return tile_map.remember("cpp rows", lambda: _mapped(tile_map, tile_map.partial, tile_map.full, tile_map.geometry.q_tiles, tile_map.tile))
+        return _dense_schedule(p.q_len, LANES, KEYS)
+    return tile_map.remember(
+        "cpp query schedule", lambda: _sparse_schedule(tile_map, tile_map.partial, tile_map.full, tile_map.geometry.q_tiles, tile_map.tile)
+    )
 
 
-def column_walk(p: Problem) -> Walk:
-    """One row per tile of keys: the transposed map."""
+def key_schedule(p: Problem) -> TileSchedule:
+    """One row per key tile, over query tiles: the transposed map."""
     tile_map = map_of(p, (LANES, KEYS))
     if tile_map is None:
-        return _everything(p.kv_len, KEYS, LANES)
-    return tile_map.remember("cpp columns", lambda: _mapped(tile_map, *tile_map.transpose(), tile_map.geometry.kv_tiles, tile_map.tile[::-1]))
+        return _dense_schedule(p.kv_len, KEYS, LANES)
+    return tile_map.remember("cpp key schedule", lambda: _sparse_schedule(tile_map, *tile_map.transpose(), tile_map.geometry.kv_tiles, tile_map.tile[::-1]))
 
 
-def _everything(length: int, tile: int, other_tile: int) -> Walk:
+def _dense_schedule(length: int, tile: int, other_tile: int) -> TileSchedule:
     rows = -(-length // tile)
-    return Walk((0,) * 9 + (rows, tile, other_tile), rows, tile, other_tile)
+    return TileSchedule((0,) * 9 + (rows, tile, other_tile), rows, tile, other_tile)
 
 
-def _mapped(tile_map: TileMap, partial: Runs, full: Runs, rows: int, tile: tuple[int, int]) -> Walk:
+def _sparse_schedule(tile_map: TileMap, partial: Runs, full: Runs, rows: int, tile: tuple[int, int]) -> TileSchedule:
     g: Geometry = tile_map.geometry
     work = torch.zeros(partial.rows, dtype=torch.int64)
     for runs in (partial, full):
@@ -54,5 +56,5 @@ def _mapped(tile_map: TileMap, partial: Runs, full: Runs, rows: int, tile: tuple
     tensors = tuple(t.contiguous() for t in (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count))
     strides = (g.heads * rows if g.batch > 1 else 0, rows if g.heads > 1 else 0)
     columns = g.kv_tiles if rows == g.q_tiles else g.q_tiles
-    share = float(work.sum()) / max(1, work.numel() * columns)
-    return Walk((*(t.data_ptr() for t in tensors), *strides, rows, *tile), rows, *tile, share, tensors)
+    density = float(work.sum()) / max(1, work.numel() * columns)
+    return TileSchedule((*(t.data_ptr() for t in tensors), *strides, rows, *tile), rows, *tile, density, tensors)

@@ -1,4 +1,4 @@
-"""Memory that kernels work in, kept from call to call: in fresh memory every 4 KiB cost a page fault, together as much as a tenth of a short backward."""
+"""Workspace memory, reused across calls: page faults in fresh memory took up to a tenth of a short backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,18 +6,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-MOST_BYTES = 2**27  # what is kept, at most
-LINE = 64
+MAX_SPARE_BYTES = 2**27  # larger workspaces are freed after the call
+CACHE_LINE = 64
 
-_kept: list[Tensor] = []  # one at most; a second call at the same time brings its own
+_spare: list[Tensor] = []  # at most one; concurrent calls allocate their own
 
 
 @contextmanager
 def borrowed(*sizes: int) -> Iterator[list[int]]:
-    """Addresses of so many bytes each, with anything in them; 0 for none."""
-    needed = sum([_whole(size) for size in sizes])
+    """Addresses of uninitialised buffers of these sizes in bytes; 0 for a size of 0."""
+    needed = sum([_aligned(size) for size in sizes])
     try:
-        memory = _kept.pop()
+        memory = _spare.pop()
     except IndexError:
         memory = None
     if memory is None or memory.numel() < needed:
@@ -25,11 +25,11 @@ def borrowed(*sizes: int) -> Iterator[list[int]]:
     addresses, at = [], memory.data_ptr()
     for size in sizes:
         addresses.append(at if size else 0)
-        at += _whole(size)
+        at += _aligned(size)
     yield addresses
-    if memory.numel() <= MOST_BYTES and not _kept:
-        _kept.append(memory)
+    if memory.numel() <= MAX_SPARE_BYTES and not _spare:
+        _spare.append(memory)
 
 
-def _whole(size: int) -> int:
-    return -(-size // LINE) * LINE
+def _aligned(size: int) -> int:
+    return -(-size // CACHE_LINE) * CACHE_LINE

@@ -266,7 +266,7 @@ def bwd_postprocess_launch(p: Problem, tensors: PostprocessTensors) -> Launch:
 @lru_cache(maxsize=64)
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU: as many persistent programs are launched."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def heads_per_group(p: Problem, schedule: HopperSchedule) -> int:

@@ -46,7 +46,7 @@ def in_strips(p: Problem) -> Problem:
     """The problem whose mask and score see tokens in the order of strips; its tensors are as they are."""
     if p.grid is None or grid_width(p) is None:
         return p
-    return p.with_tensors(mask=_in_strips(p.mask, p.grid), score=_in_strips(p.score, p.grid), grid=None)
+    return p.replaced(mask=_in_strips(p.mask, p.grid), score=_in_strips(p.score, p.grid), grid=None)
 
 
 def _in_strips(bound: BoundProgram | None, grid: Grid) -> BoundProgram | None:

@@ -39,4 +39,4 @@ def chunks(p: Problem, axis: int, count: int, *tensors: Tensor | None) -> Iterat
         return
     cut = [[None] * count if t is None else t.chunk(count, axis) for t in (p.query, p.key, p.value, *tensors)]
     for query, key, value, *rest in zip(*cut, strict=True):
-        yield p.with_tensors(query=query, key=key, value=value), rest
+        yield p.replaced(query=query, key=key, value=value), rest

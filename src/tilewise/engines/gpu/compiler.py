@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from tilewise.engines.gpu import build_queue
 from tilewise.engines.gpu.driver import TENSOR_MAP
 from tilewise.engines.gpu.generated import Generated
-from tilewise.engines.gpu.kernel_cache import KernelRequest, TmaBlock
+from tilewise.engines.gpu.kernel_request import KernelRequest, TmaBlock
 
 DIVISIBLE = [["tt.divisibility", 16]]
 TENSOR_MEMORY, TOO_MUCH = 512, 2**20  # columns of it that Blackwell has; bytes of shared memory that no GPU has
@@ -87,7 +87,7 @@ def source_class(function: Any, turn: int) -> Any:
 def _in_turn(kind: Any, turn: int) -> Any:
     """A kind of source that one thread reads at a time. What follows, the compiler's passes, threads do at the same time."""
 
-    class InTurn(kind):
+    class InTurn(kind):  # type: ignore[misc]  # one of two classes of Triton's
         def hash(self) -> Any:
             with _reading.wait(turn):
                 return super().hash()

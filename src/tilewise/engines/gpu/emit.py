@@ -11,13 +11,13 @@ a load whose index provably stays inside needs no clamping, and a division of no
 
 from collections.abc import Callable
 
-from tilewise.engines.codegen import INT32, Extents, Layout
+from tilewise.engines.codegen import INT32, Extents, Layout, ProgramWriter
 from tilewise.engines.gpu.limits import interpreted
 from tilewise.lang import BoundProgram, Derivative, Program
 from tilewise.lang.derive import LoadSite
+from tilewise.lang.ops import OPS
 from tilewise.lang.program import literal_value
-from tilewise.lang.ranges import ranges
-from tilewise.lang.types import Type, promote
+from tilewise.lang.types import FLOATS, INTEGERS, Type
 
 TL = {
     "bool": "tl.int1",
@@ -39,95 +39,19 @@ TILE = 1024  # more than a part of a place
 PLACES = ("q", "kv")
 SCORE_PARAMETERS = "score, b, h, q, kv, p, i, f, s"
 
-# Text of each operation on operands of one type; those that depend on more are written by Writer._special.
-TEXT = {
-    "add": "({0} + {1})",
-    "sub": "({0} - {1})",
-    "mul": "({0} * {1})",
-    "div": "({0} / {1})",
-    "neg": "(-{0})",
-    "abs": "tl.abs({0})",
-    "minimum": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
-    "maximum": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
-    "clamp_min": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
-    "clamp_max": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
-    "lt": "({0} < {1})",
-    "le": "({0} <= {1})",
-    "gt": "({0} > {1})",
-    "ge": "({0} >= {1})",
-    "eq": "({0} == {1})",
-    "ne": "({0} != {1})",
-    "and": "({0} & {1})",
-    "or": "({0} | {1})",
-    "xor": "({0} ^ {1})",
-    "not": "(~{0})",
-    "shl": "({0} << {1})",
-    "shr": "({0} >> {1})",
-    "floor": "tl.floor({0})",
-    "ceil": "tl.ceil({0})",
-    "round": "round_even({0})",
-    "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
-    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
-    "detach": "{0}",
-    "exp": "tl.exp({0})",
-    "exp2": "tl.exp2({0})",
-    "log": "tl.log({0})",
-    "log2": "tl.log2({0})",
-    "sqrt": "tl.sqrt({0})",
-    "rsqrt": "tl.rsqrt({0})",
-    "sin": "tl.sin({0})",
-    "cos": "tl.cos({0})",
-    "tanh": "tanh({0})",
-    "sigmoid": "tl.sigmoid({0})",
-    "erf": "tl.erf({0})",
-    "silu": "({0} * tl.sigmoid({0}))",
-    "relu": "tl.maximum({0}, 0, tl.PropagateNan.ALL)",
-}
-
-# Where every rounding counts: Triton's own are off by a bit or two.
-PRECISE = {"div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})"}  # of float32
-
 # Triton copies what a loop loads to shared memory ahead of time, element by element where neighbours do not lie side by side. For
 # keys' own rows and tables that costs more than it hides, so those go straight to registers.
 UNPIPELINED = {"f32", "i32", "i64", "f16", "bf16"}
 
-FUNCTIONS = {
-    "exp",
-    "exp2",
-    "log",
-    "log2",
-    "sqrt",
-    "rsqrt",
-    "sin",
-    "cos",
-    "tanh",
-    "sigmoid",
-    "erf",
-    "silu",
-    "pow",
-    "div",
-    "floordiv",
-    "mod",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-}
 
-
-class Writer:
+class Writer(ProgramWriter):
     """Writes the instructions of one program as lines of Triton."""
 
     def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...], precise: bool, split_index: bool) -> None:
-        self.program = program
+        super().__init__(program, call, extents, layouts)
         self.split_index = split_index  # q and kv
-        self.layouts = layouts
         self.precise = precise
-        self.ranges = ranges(program, call, {"b": extents.b, "h": extents.h, "q": extents.q, "kv": extents.kv})
-        self.sizes = [tuple(t.shape) for t in call.captures]
-        self.slots = _size_slots(program)
         self.lines: list[str] = []
-        self.types: list[str] = []
         for k in range(len(program.instructions)):
             self._write(k)
 
@@ -186,7 +110,7 @@ class Writer:
         op, args, _, _ = self.program.instructions[k]
         exact = self.types[k] == "i32" and self.ranges[k].within(-EXACT, EXACT)
         if exact and op in ("add", "sub", "neg", "abs", "minimum", "maximum") and {"q", "kv"} <= self.program.dependencies[k]:
-            return TEXT[op].format(*[self._cast(a, "f32") for a in args])
+            return self._text(op, "f32").format(*[self._cast(a, "f32") for a in args])
         return f"v{k}.to(tl.float32)"
 
     def _split_float(self, k: int) -> tuple[str, str] | None:
@@ -217,66 +141,51 @@ class Writer:
         signs = {"add": (sign, sign), "sub": (sign, FLIPPED[sign]), "neg": (FLIPPED[sign],)}[op]
         return [term for a, s in zip(args, signs, strict=True) for term in self._terms(a, s, dtype)]
 
-    def _times_places(self, args: tuple[int, ...]) -> str | None:
-        """A number times places in parts: c (x + y) as c x + c y, of which the second is part of an operation that adds."""
-        for a, n in (args, args[::-1]):
-            op, inner, _, _ = self.program.instructions[a]
-            parts = self._split_float(inner[0] if op == "cast" and self.types[a] == "f32" else a)
-            if parts is not None and not self.program.dependencies[n] & {"q", "kv", "score"}:
-                number = self._cast(n, "f32")
-                return f"tl.fma({parts[1]}, {number}, {parts[0]}.to(tl.float32) * {number})"
-        return None
-
     def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
-        types = [self.program.instructions[a].type for a in args]
         if name == "where":
             return f"tl.where({self._cast(args[0], 'bool')}, {self._cast(args[1], dtype)}, {self._cast(args[2], dtype)})"
-        computed = promote(*types).dtype
-        if type.is_float and not computed.startswith(("f", "bf")):
-            computed = type.dtype
-        if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
-            computed = "i32"
-        if computed in ("f16", "bf16") and (name in FUNCTIONS or interpreted()):  # torch computes these in float32, and Triton has no others
+        computed = self._computed_in(args, type, dtype)
+        if computed in ("f16", "bf16") and (OPS[name].triton_in_float32 or interpreted()):
             computed = "f32"
         operands = [self._cast(a, computed) for a in args]
-        text = self._special(name, args, operands, computed)
-        if text is None and self.precise and computed == "f32" and name in PRECISE:
-            text = PRECISE[name].format(*operands)
+        text = SPECIAL[name](self, args, operands, computed) if name in SPECIAL else None
         if text is None:
-            text = TEXT[name].format(*operands)
+            text = self._text(name, computed).format(*operands)
         return text if type.is_bool or dtype == computed else f"({text}).to({TL[dtype]})"
 
-    def _special(self, name: str, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
-        """Operations whose text depends on what is known of their operands."""
-        is_float = computed.startswith(("f", "bf"))
-        if name in ("floordiv", "mod"):
-            a, b = operands
-            if is_float:
-                return f"tl.floor({a} / {b})" if name == "floordiv" else f"({a} - tl.floor({a} / {b}) * {b})"
-            if self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0:
-                if computed == "i32" and self._divides_quickly(*args):
-                    return f"quotient({a}, {b})" if name == "floordiv" else f"({a} - quotient({a}, {b}) * {b})"
-                return f"({a} // {b})" if name == "floordiv" else f"({a} % {b})"
-            remainder = f"({a} % {b})"
-            wrong = f"(({remainder} != 0) & (({remainder} < 0) != ({b} < 0)))"
-            return f"({a} // {b} - {wrong}.to({TL[computed]}))" if name == "floordiv" else f"({remainder} + tl.where({wrong}, {b}, 0))"
-        if name == "div" and is_float and not self.precise and not self.program.dependencies[args[1]] & {"q", "kv", "score"}:
-            return f"({operands[0]} * (1.0 / {operands[1]}))"  # one division, not one per element; scores of 16-bit inputs do not see the rounding
-        if name in ("add", "sub") and not is_float and computed != "bool":
-            return self._integer_sum(name, args, computed)
-        if name == "mul" and computed == "f32":
-            return self._times_places(args)
-        if name == "pow":
-            return self._power(args, operands, is_float)
-        if name == "not" and computed == "bool":
-            return f"({operands[0]} == 0)"
-        if name in ("floor", "ceil", "trunc", "round") and not is_float:
-            return operands[0]
-        if name == "tanh" and not self.precise:
-            return f"fast_tanh({operands[0]})"
-        if name in ("and", "or", "xor", "add", "mul") and computed == "bool":
-            return f"({operands[0]} {'&' if name in ('and', 'mul') else '^' if name == 'xor' else '|'} {operands[1]})"
-        return None
+    def _text(self, name: str, computed: str) -> str:
+        """The text of an operation's entry for operands of this type."""
+        op = OPS[name]
+        text = op.triton
+        if computed == "bool" and op.triton_of_bools is not None:
+            text = op.triton_of_bools
+        elif computed in INTEGERS and op.triton_of_integers is not None:
+            text = op.triton_of_integers
+        elif computed == "f32":
+            text = (op.triton_precise if self.precise else op.triton_fast) or text
+        assert text is not None, f"{name} is written by SPECIAL"
+        return text
+
+    # -- operations whose text depends on what is known of their operands: see SPECIAL -------------------------------
+
+    def _floordiv(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
+        a, b = operands
+        if computed in FLOATS:
+            return f"tl.floor({a} / {b})"
+        if self._is_positive_division(args):
+            return f"quotient({a}, {b})" if computed == "i32" and self._divides_quickly(*args) else f"({a} // {b})"
+        return f"({a} // {b} - {_rounds_up(a, b)}.to({TL[computed]}))"
+
+    def _mod(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
+        a, b = operands
+        if computed in FLOATS:
+            return f"({a} - tl.floor({a} / {b}) * {b})"
+        if self._is_positive_division(args):
+            return f"({a} - quotient({a}, {b}) * {b})" if computed == "i32" and self._divides_quickly(*args) else f"({a} % {b})"
+        return f"(({a} % {b}) + tl.where({_rounds_up(a, b)}, {b}, 0))"
+
+    def _is_positive_division(self, args: tuple[int, ...]) -> bool:
+        return self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0
 
     def _divides_quickly(self, a: int, b: int) -> bool:
         """Whether a column or row divided by one number may be multiplied by that number's inverse in 32 bits (see steps.quotient)."""
@@ -284,10 +193,24 @@ class Writer:
         one_number = not varies[b] and self.program.instructions[b].op != "literal"  # the compiler knows what to do with a literal
         return one_number and self.ranges[b].lowest > 1 and bool(varies[a] & {"q", "kv"}) and self.ranges[a].highest * self.ranges[b].highest < 2**32
 
-    def _integer_sum(self, name: str, args: tuple[int, ...], computed: str) -> str | None:
+    def _div(self, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
+        """One division, not one per element; scores of 16-bit inputs do not see the rounding."""
+        if self.precise or self.program.dependencies[args[1]] & {"q", "kv", "score"}:
+            return None
+        return f"({operands[0]} * (1.0 / {operands[1]}))"
+
+    def _add(self, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
+        return self._integer_sum(args, "+", computed)
+
+    def _sub(self, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
+        return self._integer_sum(args, "-", computed)
+
+    def _integer_sum(self, args: tuple[int, ...], sign: str, computed: str) -> str | None:
         """A sum of integers in another order, which changes nothing: first what depends on q alone, or kv alone, so that one
         operation is left per element."""
-        terms = self._terms(args[0], "+", computed) + self._terms(args[1], "+" if name == "add" else "-", computed)
+        if computed not in INTEGERS:
+            return None
+        terms = self._terms(args[0], "+", computed) + self._terms(args[1], sign, computed)
         if len(terms) == 2 or not {"q", "kv"} <= self.varies(args):
             return None
         groups: dict[frozenset[str], str] = {}
@@ -298,15 +221,29 @@ class Writer:
         first, *others = [text for _, text in sorted(groups.items(), key=lambda group: sorted(group[0]))]
         return "(" + " + ".join(f"(0{text})" for text in (first + scalars, *others)) + ")"
 
-    def _power(self, args: tuple[int, ...], operands: list[str], is_float: bool) -> str:
+    def _mul(self, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
+        """A number times places in parts: c (x + y) as c x + c y, of which the second is part of an operation that adds."""
+        if computed != "f32":
+            return None
+        for a, n in (args, args[::-1]):
+            op, inner, _, _ = self.program.instructions[a]
+            parts = self._split_float(inner[0] if op == "cast" and self.types[a] == "f32" else a)
+            if parts is not None and not self.program.dependencies[n] & {"q", "kv", "score"}:
+                number = self._cast(n, "f32")
+                return f"tl.fma({parts[1]}, {number}, {parts[0]}.to(tl.float32) * {number})"
+        return None
+
+    def _pow(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
         exponent = self.program.instructions[args[1]]
         if exponent.op == "literal":
             n = literal_value(exponent.attr)
-            if n == int(n) and 0 <= n <= 8:
+            if n in range(9):
                 return "(" + " * ".join([operands[0]] * int(n)) + ")" if n else f"({operands[0]} * 0 + 1)"
-            if n == 0.5 and is_float:
+            if n == 0.5 and computed in FLOATS:
                 return f"tl.sqrt({operands[0]})"
         return f"power({operands[0]}, {operands[1]})"
+
+    # -- what is around the operations -------------------------------------------------------------------------------
 
     def address(self, pointers: str, slot: int, indices: tuple[int, ...]) -> str:
         """Where an element of a capture lies: negative indices count from the end, others are kept inside."""
@@ -355,13 +292,21 @@ def _literal(text: str) -> str:
     return f'float("{text}")' if text in ("inf", "-inf", "nan") else f"({text})"
 
 
-def _size_slots(program: Program) -> list[tuple[int, int]]:
-    """For every capture, where its sizes and its strides begin in the tuple `s`."""
-    slots, at = [], 0
-    for capture in program.captures:
-        slots.append((at, at + capture.rank))
-        at += 2 * capture.rank
-    return slots
+def _rounds_up(a: str, b: str) -> str:
+    """Whether Triton's quotient of two integers, which is rounded towards zero, is above the true one."""
+    remainder = f"({a} % {b})"
+    return f"(({remainder} != 0) & (({remainder} < 0) != ({b} < 0)))"
+
+
+SPECIAL: dict[str, Callable[[Writer, tuple[int, ...], list[str], str], str | None]] = {
+    "add": Writer._add,
+    "sub": Writer._sub,
+    "mul": Writer._mul,
+    "div": Writer._div,
+    "floordiv": Writer._floordiv,
+    "mod": Writer._mod,
+    "pow": Writer._pow,
+}
 
 
 def mask_source(writer: Writer) -> list[str]:

@@ -1,7 +1,7 @@
 """An engine whose kernels Triton compiles."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,19 @@ from tilewise.engines.gpu.build_queue import on_first_build
 from tilewise.engines.gpu.plan import GpuPlan
 
 
+class KernelModule(Protocol):
+    """The module with an engine's two passes, which imports Triton."""
+
+    def forward(self, p: Problem, plan: Any) -> Output: ...
+
+    def backward(self, p: Problem, plan: Any, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients: ...
+
+
 class GpuEngine(Engine):
     """Kernels are launched on the current device, which need not be the tensors'. Triton is imported when the engine first serves a call."""
 
     @abstractmethod
-    def kernels(self) -> Any:
-        """The module with `forward` and `backward`, which imports Triton."""
+    def kernels(self) -> KernelModule: ...
 
     @abstractmethod
     def background_builds(self) -> Any:

@@ -1,7 +1,10 @@
 """Generated functions: their source, named by its hash, and the Triton function it becomes when a kernel is built."""
 
+import atexit
 import hashlib
 import importlib.util
+import os
+import shutil
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.gpu.kernels.primitives import add_fixed, add_share, fast_tanh, gauge_share, load_unpipelined, power, quotient, round_even, tanh
+from tilewise.engines.gpu.kernels.primitives import atan, atan2, cosh, erfc, expm1, fmod, log10, log1p, logaddexp, sinh, softplus, tan
 
 """
 
@@ -49,13 +53,20 @@ def generated(entry: str, lines: list[str]) -> Generated:
 
 
 @lru_cache(maxsize=1)
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A private folder for this process; removed when it ends."""
-    return tempfile.TemporaryDirectory(prefix="tilewise-")
+def _folder() -> Path:
+    """A private folder for this process; removed when it ends, not when a fork of it does."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="tilewise-")), os.getpid()
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return folder
 
 
 def _module(name: str, source: str) -> ModuleType:
-    path = Path(_folder().name) / f"{name}.py"
+    path = _folder() / f"{name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

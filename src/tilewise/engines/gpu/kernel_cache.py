@@ -13,10 +13,9 @@ its short form  `launch.prepare` has the same facts as Python values, and the de
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,27 +23,7 @@ from tilewise._version import __version__
 from tilewise.core import store
 from tilewise.engines.gpu import build_queue
 from tilewise.engines.gpu.driver import Box, Kernel
-
-KernelTable = Callable[[], Mapping[str, Any]]  # Triton functions by name; called when one has to be compiled, since that imports Triton
-
-
-class KernelRequest(NamedTuple):
-    """A kernel, named by everything its code depends on."""
-
-    kernel: str
-    signature: tuple[tuple[str, Any], ...]
-    constants: tuple[tuple[str, Any], ...]
-    warps: int
-    stages: int
-    arch: int
-    fp_fusion: bool = True
-
-
-class TmaBlock(NamedTuple):
-    """The type of a tensor that TMA loads in blocks of these sizes."""
-
-    dtype: str
-    sizes: tuple[int, ...]
+from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable
 
 
 class Counts:

@@ -14,7 +14,8 @@ from tilewise.engines.gpu import kernel_cache
 from tilewise.engines.gpu.driver import Kernel, current_stream, enter_context, is_capturing
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.kernel_args import AlignedStrides, Schedule, Strides
-from tilewise.engines.gpu.kernel_cache import KernelRequest, KernelTable, TmaBlock, architecture
+from tilewise.engines.gpu.kernel_cache import architecture
+from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, TmaBlock
 from tilewise.engines.gpu.limits import interpreted
 
 POINTER = {

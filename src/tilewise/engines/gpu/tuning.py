@@ -102,7 +102,7 @@ def milliseconds(start: Callable[[], None]) -> float:
     """Median time on the GPU of what `start` starts."""
     for _ in range(WARM_UP):
         start()
-    times = []
+    times: list[float] = []
     for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

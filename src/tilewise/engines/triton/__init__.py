@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewise.core.problem import Problem
-from tilewise.engines.gpu.engine import GpuEngine
+from tilewise.engines.gpu.engine import GpuEngine, KernelModule
 from tilewise.engines.gpu.limits import NO_TRITON, interpreted, rows_too_far_apart, shared_memory
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,10 +47,10 @@ class TritonEngine(GpuEngine):
     def tile(self, problem: Problem) -> tuple[int, int]:
         from tilewise.engines.triton.config import table_config
 
-        config = table_config("sparse", problem)
+        config = table_config("sparse_fwd", problem)
         return config.m, config.n
 
-    def kernels(self) -> Any:
+    def kernels(self) -> KernelModule:
         return _run()
 
     def background_builds(self) -> Any:
@@ -71,7 +71,7 @@ def too_wide(problem: Problem, arch: int) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _run() -> Any:
+def _run() -> KernelModule:
     """The module that imports Triton."""
     from tilewise.engines.triton import run
 

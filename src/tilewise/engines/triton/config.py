@@ -35,6 +35,7 @@ BF16X6 = {
 }
 BF16X6["sparse_fwd"] = BF16X6["fwd"]
 BY_PRECISION = {"ieee": IEEE, "bf16x6": BF16X6}
+SHIFT_TERMS = 16  # columns of a product that adds a number per query: the least a product takes; see kernels/backward.py
 INTERPRETER = Config(32, 32, 4, 1, 1)  # small tiles, so that small tests have tails and several tiles
 
 

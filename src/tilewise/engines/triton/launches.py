@@ -37,7 +37,6 @@ from tilewise.engines.triton.kernel_args import (
 
 MAX_SPLITS = 128  # of the keys, in decoding
 PREPROCESS_ROWS = 32
-SHIFT_TERMS = 16  # columns of a product that adds a number per query: the least a product takes; see kernels/backward.py
 
 Partial = tuple[Tensor, Tensor, Tensor]  # weighted values, maximum and sum of the rows of every split
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import like_query, like_rows, sinks_gradient
+from tilewise.engines.base import attend_nothing, like_query, like_rows, sinks_gradient
 from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks, sums_rows
 from tilewise.engines.gpu.config import padded_dim
@@ -20,17 +20,17 @@ from tilewise.engines.gpu.mods import gain_of
 from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.triton import fixed_point, launches
-from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SPARSE, table_config
+from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SHIFT_TERMS, SPARSE, table_config
 from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
-from tilewise.engines.triton.launches import MAX_SPLITS, SHIFT_TERMS
+from tilewise.engines.triton.launches import MAX_SPLITS
 
 PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT, INTERPRETED_SMS = 2, 2, 4, 4
 
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
-        return _nothing_to_attend(p)
+        return attend_nothing(p)
     ready = plan.prepared(FORWARD, p, lambda: _prepared_forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 
@@ -89,7 +89,7 @@ class Decode:
 def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
     if p.score is not None and not all([p.score.captures[k].is_contiguous() for k in wanted]):  # their gradients are added up as if they were
         captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
-        p, plan = p.with_tensors(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
+        p, plan = p.replaced(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
     if tile_span(grad_out) >= MAX_TILE_SPAN:
         grad_out = grad_out.contiguous()
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
@@ -278,13 +278,4 @@ def split_count(p: Problem) -> int:
 @lru_cache(maxsize=64)
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_SMS
-
-
-def _nothing_to_attend(p: Problem) -> Output:
-    """No keys at all: outputs are 0; the sink, where there is one, is the whole sum."""
-    lse = torch.full(p.query.shape[:3], -torch.inf, dtype=torch.float32, device=p.device)
-    max_score = lse.clone()
-    if p.sinks is not None:
-        lse = p.sinks.float().view(1, -1, 1).expand_as(lse).contiguous()
-    return Output(like_query(p.query, p.v_dim).zero_(), lse, max_score)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED_SMS

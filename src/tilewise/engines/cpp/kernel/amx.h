@@ -1,6 +1,6 @@
-// Products of bfloat16 matrices on the processor's matrix unit (AMX): C[16 x 16] += A[16 x 32] B[32 x 16] in one instruction.
+// bfloat16 matrix products on AMX, the processor's matrix unit: C[16 x 16] += A[16 x 32] B[32 x 16] in one instruction.
 //
-// A lies row by row; B lies in pairs of rows: word [k / 2][x] holds rows k and k + 1 of column x. Everything is padded to 32 by 32.
+// A is row-major; B is stored in pairs of rows: word [k / 2][x] holds rows k and k + 1 of column x. Everything is padded to 32 by 32.
 #pragma once
 #include <immintrin.h>
 #include "tiles.h"
@@ -12,7 +12,7 @@ constexpr i64 STEP = 32;  // rows, columns and depth come in multiples of this
 #define TILE_STORE(t, to, bytes) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"(bytes) : "memory")
 #define TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-// Eight registers of 16 rows of 64 bytes, from here to the end of the scope.
+// Configures eight tile registers of 16 rows of 64 bytes, until the end of the scope.
 class MatrixUnit {
   public:
     MatrixUnit() {
@@ -28,16 +28,16 @@ class MatrixUnit {
 
 // C[i][x] = sum over k of A[i][k] B[k][x]  (+ C if `add`)
 //
-// Two sums at a time, and every register is cleared after its last use: a cleared one needs no place in the register file, of which there are few more
-// than eight, fewer while the core's other thread holds tiles too. Where they run out, a load waits for the products before it.
+// Two sums at a time, and every register is cleared after its last use: a cleared register needs no physical one, of which there are few more than
+// eight, and fewer while the sibling hyperthread holds tiles too. When they run out, loads wait for earlier products.
 inline void matrix_product(const bfloat* a, i64 a_row, const u32* b, i64 b_row, float* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, bool add) {
     const i64 a_bytes = a_row * 2, b_bytes = b_row * 4, c_bytes = c_row * 4;
     for (i64 i = 0; i < n_rows; i += 16)
         for (i64 x = 0; x < n_columns; x += STEP) {
-            float* place = c + i * c_row + x;
+            float* target = c + i * c_row + x;
             if (add) {
-                TILE_LOAD(0, place, c_bytes);
-                TILE_LOAD(1, place + 16, c_bytes);
+                TILE_LOAD(0, target, c_bytes);
+                TILE_LOAD(1, target + 16, c_bytes);
             } else {
                 TILE_ZERO(0);
                 TILE_ZERO(1);
@@ -52,16 +52,16 @@ inline void matrix_product(const bfloat* a, i64 a_row, const u32* b, i64 b_row, 
                 TILE_ZERO(4);
                 TILE_ZERO(2);
             }
-            TILE_STORE(0, place, c_bytes);
+            TILE_STORE(0, target, c_bytes);
             TILE_ZERO(0);
-            TILE_STORE(1, place + 16, c_bytes);
+            TILE_STORE(1, target + 16, c_bytes);
             TILE_ZERO(1);
         }
 }
 
 // -- layouts -----------------------------------------------------------------------------------------------------------
 
-// `count` rows of n features, zero up to 64 rows of `width`. Says whether all are finite.
+// Copies `count` rows of n features into [64][width], zero-padded. Returns whether all are finite.
 inline bool pack_rows(const bfloat* from, i64 row, i64 step, i64 count, i64 n, bfloat* to, i64 width) {
     for (i64 i = 0; i < count; i++) {
         if (step == 1)
@@ -71,17 +71,17 @@ inline bool pack_rows(const bfloat* from, i64 row, i64 step, i64 count, i64 n, b
         for (i64 k = n; k < width; k++) to[i * width + k].bits = 0;
     }
     __builtin_memset(to + count * width, 0, (size_t)((LANES - count) * width) * sizeof(bfloat));
-    u16 infinite = 0;
-    for (i64 k = 0; k < count * width; k++) infinite |= (to[k].bits & 0x7f80) == 0x7f80;
-    return !infinite;
+    u16 nonfinite = 0;
+    for (i64 k = 0; k < count * width; k++) nonfinite |= (to[k].bits & 0x7f80) == 0x7f80;
+    return !nonfinite;
 }
 
-inline void clear_infinities(bfloat* x, i64 count) {
+inline void clear_nonfinite(bfloat* x, i64 count) {
     for (i64 k = 0; k < count; k++) x[k].bits = (x[k].bits & 0x7f80) == 0x7f80 ? (u16)0 : x[k].bits;
 }
 
-// Packed rows [64][width] as pairs of neighbouring rows [32][width]. Seen as words they are pairs of neighbouring features: turned over, those are
-// [width / 2][64], and pairs of rows turned over are the columns [width][64].
+// Packed rows [64][width] as pairs of neighbouring rows [32][width]. (Read as 32-bit words, packed rows are pairs of neighbouring features, whose
+// transpose is [width / 2][64]; the transpose of pairs of rows is the columns [width][64].)
 inline void pairs_of_rows(const bfloat* rows, i64 width, u32* to) {
     for (i64 i = 0; i < LANES / 2; i++)
         for (i64 k = 0; k < width; k++) to[i * width + k] = rows[2 * i * width + k].bits | (u32)rows[(2 * i + 1) * width + k].bits << 16;
@@ -92,7 +92,7 @@ INLINE words rounded_bits(vec<float> x) {  // to nearest, ties to even, in the u
     return b + 0x7fff + (b >> 16 & 1);
 }
 
-// Lanes of two rows of a tile in bfloat16: side by side, as two halves of rows, as pairs.
+// Two rows of a tile in bfloat16: in one register, stored as two rows, stored as pairs.
 INLINE __m512i narrowed(vec<float> row, vec<float> next) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)next, (__m512)row); }
 INLINE void store_rows(__m512i both, bfloat* row, bfloat* next) {
     _mm256_storeu_si256((__m256i*)row, _mm512_castsi512_si256(both));

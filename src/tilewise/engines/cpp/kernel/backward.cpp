@@ -2,34 +2,34 @@
 //
 //     dV += dropout(P)^T dO     dS = P (dropout(dO V^T) - delta)     dscore = dS * score'     dQ += scale dscore K     dK += scale dscore^T Q
 //
-// One thread takes a stretch of keys of one (batch, kv head) over all its queries: five products for each tile, and nothing is computed twice. Its share
-// of dQ goes to its own sum; the sums are added in order at the end, so that the result does not depend on who computed what when.
+// One thread takes a chunk of the keys of one (batch, kv head) and all its queries: five products per tile, nothing recomputed. Each chunk has its own
+// sum for dQ; the sums are added in order at the end, so the result does not depend on thread timing.
 #include "tiles.h"
 #ifdef MATRIX_UNIT
 #include "amx.h"
 #endif
 
-typedef computed<ELEMENT>::type real;
-typedef void (*Slope)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, const real* raw, const real* final, real* ds,
-                      double* const* gradients);
+typedef compute_type<ELEMENT>::type real;
+typedef void (*ScoreDerivative)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, const real* raw, const real* final,
+                                real* ds, double* const* gradients);
 
 namespace {
 
 #ifdef MATRIX_UNIT
-constexpr i64 WHOLE = STEP;  // features come in multiples of this
+constexpr i64 FEATURE_STEP = STEP;  // features come in multiples of this
 #else
-constexpr i64 WHOLE = WIDTH<real>;
+constexpr i64 FEATURE_STEP = WIDTH<real>;
 #endif
-constexpr i64 DQ_WHOLE = 32;
-constexpr i64 CACHED_BYTES = 1 << 20;  // of queries and what belongs to them, to be kept in the second cache
+constexpr i64 DQ_STEP = 32;
+constexpr i64 L2_BYTES = 1 << 20;  // of Q, dO and dQ that are to stay in the L2 cache
 
-// -- before: queries and gradients of the output, laid out for the products; delta -------------------------------------
+// -- preprocessing: Q and dO packed for the products; delta ------------------------------------------------------------
 
 struct Block {  // LANES queries of one (batch, head)
     i64 b, h, first, count;
 };
 
-i64 query_tile(const Backward& f) { return f.problem.walk.other_tile; }
+i64 query_tile(const Backward& f) { return f.problem.schedule.other_tile; }
 
 Block block_of(const Backward& f, i64 b, i64 h, i64 block) {
     const i64 tile = query_tile(f), row = block / f.blocks_per_tile, first = row * tile + block % f.blocks_per_tile * LANES;
@@ -38,28 +38,29 @@ Block block_of(const Backward& f, i64 b, i64 h, i64 block) {
 }
 
 #ifdef MATRIX_UNIT
-// Rows as pairs of features, turned over [width / 2][LANES], and, without NaN and infinities, as pairs of rows [LANES / 2][width]. Says whether all are finite.
+// Packs rows as pairs of features, transposed [width / 2][LANES], and as pairs of rows [LANES / 2][width], the latter with NaN and Inf as 0.
+// Returns whether all are finite.
 bool pack_pairs(const bfloat* from, const i64* stride, i64 count, i64 n, u32* features, u32* rows) {
     const i64 width = padded(n, STEP);
     scratch.reserve((size_t)(LANES * width) * sizeof(bfloat));
     bfloat* packed = scratch.take<bfloat>(LANES * width);
     const bool finite = pack_rows(from, stride[2], stride[3], count, n, packed, width);
     transpose_words((const u32*)packed, width / 2, features, LANES, LANES, width / 2);
-    if (!finite) clear_infinities(packed, LANES * width);
+    if (!finite) clear_nonfinite(packed, LANES * width);
     pairs_of_rows(packed, width, rows);
     return finite;
 }
 #endif
 
-void prepare_block(void* context, i64 item) {
+void preprocess_block(void* context, i64 item) {
     const Backward& f = *(const Backward*)context;
     const Problem& p = f.problem;
     const i64 bh = item / f.blocks;
     const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
     if (k.count <= 0) return;
-    const ELEMENT* q = place<ELEMENT>(p.query, k.b, k.h, k.first);
-    const ELEMENT* dout = place<ELEMENT>(f.grad_out, k.b, k.h, k.first);
-    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    const ELEMENT* q = row_ptr<ELEMENT>(p.query, k.b, k.h, k.first);
+    const ELEMENT* dout = row_ptr<ELEMENT>(f.grad_out, k.b, k.h, k.first);
+    const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
 #ifdef MATRIX_UNIT
     const i64 at = item * LANES / 2;
     const bool queries = pack_pairs(q, p.query.stride, k.count, p.d, (u32*)f.q_lanes + at * dp, (u32*)f.q_rows + at * dp);
@@ -71,7 +72,7 @@ void prepare_block(void* context, i64 item) {
     if (f.q_rows) widen_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_rows + item * LANES * dp, dp);
     if (f.do_rows) widen_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_rows + item * LANES * dvp, dvp);
 #endif
-    const ELEMENT* out = place<ELEMENT>(f.out, k.b, k.h, k.first);
+    const ELEMENT* out = row_ptr<ELEMENT>(f.out, k.b, k.h, k.first);
     real* delta = (real*)f.delta + bh * p.n_q + k.first;
     const real* dlse = f.grad_lse ? (const real*)f.grad_lse + bh * p.n_q + k.first : nullptr;
     const bool whole = f.out.stride[3] == 1 && f.grad_out.stride[3] == 1;
@@ -89,24 +90,24 @@ void prepare_block(void* context, i64 item) {
 // -- one tile ----------------------------------------------------------------------------------------------------------
 
 struct KeyTile {
-    real *keys, *values;  // [KEYS][d], [KEYS][dv] where they have to be copied
-    real *all_dk, *all_dv;  // [keys of the stretch, and room for a tile][padded d], [padded dv]
+    real *keys, *values;    // [KEYS][d], [KEYS][dv] copies, if the tensors cannot be read in place
+    real *all_dk, *all_dv;  // [keys of the chunk + KEYS][padded d], [padded dv]
     real *dk, *dv;          // this tile's rows of them
-    real *raw, *final;    // [KEYS][LANES] scores before and after score and mask; the same where there is no score
-    real *weight, *ds;    // [KEYS][LANES]
-    uint8_t* kept;
+    real *raw, *final;      // [KEYS][LANES] scores before and after score and mask; one buffer if there is no score
+    real *weight, *ds;      // [KEYS][LANES]
+    uint8_t* dropout_keep;  // [KEYS][LANES]
     Rows<real> k, v;
-    bool finite;  // all keys and values are
+    bool finite;  // whether all keys and values are
 #ifdef MATRIX_UNIT
     bfloat *k_rows, *v_rows, *k_columns;  // [KEYS][padded d], [KEYS][padded dv], [padded d][KEYS]
     bfloat *weight_rows, *ds_rows;        // [KEYS][LANES]
     u32* ds_pairs;                        // [KEYS / 2][LANES]
 #endif
-    real *q_wide, *do_wide, *k_sound;  // [LANES][padded d], [LANES][padded dv], [KEYS][d], where there is NaN or infinity
+    real *q_copy, *do_copy, *k_copy;  // [LANES][padded d], [LANES][padded dv], [KEYS][d], for tiles with NaN or Inf
 };
 
 KeyTile make_tile(const Problem& p, i64 keys) {
-    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
     scratch.reserve((size_t)((keys + KEYS * 6) * (dp + dvp) + 6 * KEYS * LANES) * sizeof(real) + KEYS * LANES + 32 * 64);
     KeyTile t;
     t.keys = scratch.take<real>(KEYS * p.d);
@@ -119,7 +120,7 @@ KeyTile make_tile(const Problem& p, i64 keys) {
     t.final = p.score.by_query ? scratch.take<real>(KEYS * LANES) : t.raw;
     t.weight = scratch.take<real>(KEYS * LANES);
     t.ds = scratch.take<real>(KEYS * LANES);
-    t.kept = scratch.take<uint8_t>(KEYS * LANES);
+    t.dropout_keep = scratch.take<uint8_t>(KEYS * LANES);
 #ifdef MATRIX_UNIT
     t.k_rows = scratch.take<bfloat>(KEYS * dp);
     t.v_rows = scratch.take<bfloat>(KEYS * dvp);
@@ -128,24 +129,24 @@ KeyTile make_tile(const Problem& p, i64 keys) {
     t.ds_rows = scratch.take<bfloat>(KEYS * LANES);
     t.ds_pairs = scratch.take<u32>(KEYS / 2 * LANES);
 #endif
-    t.q_wide = scratch.take<real>(LANES * dp);
-    t.do_wide = scratch.take<real>(LANES * dvp);
-    t.k_sound = scratch.take<real>(KEYS * dp);
+    t.q_copy = scratch.take<real>(LANES * dp);
+    t.do_copy = scratch.take<real>(LANES * dvp);
+    t.k_copy = scratch.take<real>(KEYS * dp);
     return t;
 }
 
 #ifndef MATRIX_UNIT
-// A block's rows: the copies, or where the tensor has them.
+// A block's rows: the packed copies, or the tensor's own.
 Rows<real> block_rows(const void* copies, const Tensor& t, const Block& k, i64 item, i64 width) {
     if (copies) return {(const real*)copies + item * LANES * width, width};
-    return {(const real*)place<ELEMENT>(t, k.b, k.h, k.first), t.stride[2]};
+    return {(const real*)row_ptr<ELEMENT>(t, k.b, k.h, k.first), t.stride[2]};
 }
 #endif
 
-// lse and delta of a block's queries; lse is infinite for a row that attends to nothing, and where there is no row: exp(s - inf) = 0
-struct Ends {
+// lse and delta of a block's queries. lse is +inf for rows that attend to nothing and past the last row, so that exp(s - lse) = 0.
+struct RowStats {
     real lse[LANES], delta[LANES];
-    Ends(const Backward& f, const Block& k) {
+    RowStats(const Backward& f, const Block& k) {
         const i64 at = (k.b * f.problem.heads + k.h) * f.problem.n_q + k.first;
         for (i64 l = 0; l < LANES; l++) {
             const real there = l < k.count ? ((const real*)f.lse)[at + l] : -INFINITE<real>;
@@ -155,22 +156,22 @@ struct Ends {
     }
 };
 
-// weight = P = exp(final - lse), ds = P * (dP - delta), both 0 where not attended; ds comes in as dP.
-void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool everything) {
+// weight = P = exp(final - lse), ds = P * (dP - delta), both 0 where not attended. On entry ds holds dP.
+void weights_and_ds(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool all_attended) {
     const Problem& p = f.problem;
-    const Ends ends(f, k);
-    if (p.threshold) keep_tile(p, k.b, k.h, k.first, kv0, n, t.kept);
+    const RowStats stats(f, k);
+    if (p.dropout_threshold) dropout_keep_tile(p, k.b, k.h, k.first, kv0, n, t.dropout_keep);
     const real scale = (real)p.keep_scale;
-    if (p.threshold)
-        for (i64 x = 0; x < n * LANES; x++) t.ds[x] = t.kept[x] ? t.ds[x] * scale : 0;
+    if (p.dropout_threshold)
+        for (i64 x = 0; x < n * LANES; x++) t.ds[x] = t.dropout_keep[x] ? t.ds[x] * scale : 0;
     for (i64 x = 0; x < LANES; x += WIDTH<real>) {
-        const vec<real> lse = load(ends.lse + x), delta = load(ends.delta + x);
+        const vec<real> lse = load(stats.lse + x), delta = load(stats.delta + x);
         for (i64 j = 0; j < n; j++) {
             real* ds = t.ds + j * LANES + x;
             const vec<real> score = load(t.final + j * LANES + x);
             vec<real> w = exponential(score - lse);
             vec<real> g = w * (load(ds) - delta);
-            if (!everything) {
+            if (!all_attended) {
                 w = score == -INFINITE<real> ? vec<real>{} : w;
                 g = score == -INFINITE<real> ? vec<real>{} : g;
             }
@@ -178,17 +179,17 @@ void weights_and_slopes(const Backward& f, KeyTile& t, const Block& k, i64 kv0, 
             store(ds, g);
         }
     }
-    if (p.threshold)
-        for (i64 x = 0; x < n * LANES; x++) t.weight[x] = t.kept[x] ? t.weight[x] * scale : 0;
+    if (p.dropout_threshold)
+        for (i64 x = 0; x < n * LANES; x++) t.weight[x] = t.dropout_keep[x] ? t.weight[x] * scale : 0;
 }
 
 #ifdef MATRIX_UNIT
-// The same where scores are neither changed nor dropped: from products that are not scaled yet, in one go to the operands of the products that follow.
-void weights_and_slopes_by_matrices(const Backward& f, KeyTile& t, const Block& k, i64 n, bool everything) {
-    const Ends ends(f, k);
-    const vec<float> scale = spread((float)f.problem.scale);
+// The same without score or dropout: one pass from the unscaled products to the bfloat16 operands of the next products.
+void weights_and_ds_on_matrix_unit(const Backward& f, KeyTile& t, const Block& k, i64 n, bool all_attended) {
+    const RowStats stats(f, k);
+    const vec<float> scale = broadcast((float)f.problem.scale);
     for (i64 x = 0; x < LANES; x += WIDTH<float>) {
-        const vec<float> lse = load(ends.lse + x), delta = load(ends.delta + x);
+        const vec<float> lse = load(stats.lse + x), delta = load(stats.delta + x);
         for (i64 j = 0; j < padded(n, STEP); j += 2) {
             vec<float> weight[2], ds[2];
 #pragma GCC unroll 2
@@ -196,60 +197,60 @@ void weights_and_slopes_by_matrices(const Backward& f, KeyTile& t, const Block& 
                 const vec<float> product = load(t.raw + (j + i) * LANES + x);
                 weight[i] = exponential(product * scale - lse);
                 ds[i] = weight[i] * (load(t.ds + (j + i) * LANES + x) - delta);
-                if (!everything) {
+                if (!all_attended) {
                     weight[i] = product == -INFINITE<float> ? vec<float>{} : weight[i];
                     ds[i] = product == -INFINITE<float> ? vec<float>{} : ds[i];
                 }
                 if (j + i >= n) weight[i] = ds[i] = vec<float>{};
             }
-            const __m512i slopes = narrowed(ds[0], ds[1]);
+            const __m512i ds_pair = narrowed(ds[0], ds[1]);
             store_rows(narrowed(weight[0], weight[1]), t.weight_rows + j * LANES + x, t.weight_rows + (j + 1) * LANES + x);
-            store_rows(slopes, t.ds_rows + j * LANES + x, t.ds_rows + (j + 1) * LANES + x);
-            store_pairs(slopes, t.ds_pairs + j / 2 * LANES + x);
+            store_rows(ds_pair, t.ds_rows + j * LANES + x, t.ds_rows + (j + 1) * LANES + x);
+            store_pairs(ds_pair, t.ds_pairs + j / 2 * LANES + x);
         }
     }
 }
 #endif
 
-// dQ^T (which begins here unless `add`), dK and dV grow by a tile's share; dQ and dK are multiplied by the scale at the end.
+// Adds a tile to dQ^T (or writes it, unless `add`), dK and dV. The scale of dQ and dK is applied at the end.
 #ifdef MATRIX_UNIT
-void grow(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq, bool add) {
+void accumulate(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq, bool add) {
     const i64 dp = padded(f.problem.d, STEP), dvp = padded(f.problem.dv, STEP), depth = padded(n, STEP);
     matrix_product(t.weight_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, LANES, true);
     matrix_product(t.ds_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, LANES, true);
     matrix_product(t.k_columns, KEYS, t.ds_pairs, LANES, dq, LANES, dp, LANES, depth, add);
 }
 #else
-void grow(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
+void accumulate(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
     const Problem& p = f.problem;
-    const i64 dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
+    const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
     product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
     product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, 1, true);
     product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, add);
 }
 #endif
 
-// What the products left out: NaN and infinities that are attended.
-void grow_by_infinities(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
+// Adds what accumulate() left out: NaN and Inf at attended positions.
+void accumulate_nonfinite(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, i64 n, real* dq) {
     const Problem& p = f.problem;
-    hear_infinities<real>(t.final, LANES, 1, dout, t.dv, padded(p.dv, WHOLE), 1, n, p.dv, k.count);
-    hear_infinities<real>(t.final, LANES, 1, q, t.dk, padded(p.d, WHOLE), 1, n, p.d, k.count);
-    hear_infinities<real>(t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n);
+    add_attended_nonfinite<real>(t.final, LANES, 1, dout, t.dv, padded(p.dv, FEATURE_STEP), 1, n, p.dv, k.count);
+    add_attended_nonfinite<real>(t.final, LANES, 1, q, t.dk, padded(p.d, FEATURE_STEP), 1, n, p.d, k.count);
+    add_attended_nonfinite<real>(t.final, 1, LANES, t.k, dq, 1, LANES, LANES, p.d, n);
 }
 
-// One tile of keys against one block of queries.
-void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i64 kv0, i64 n, bool masked, double* const* gradients) {
+// One key tile against one block of queries.
+void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i64 kv0, i64 n, bool masked, double* const* gradients) {
     const Problem& p = f.problem;
-    const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE), last = k.first + k.count - 1;
+    const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP), last = k.first + k.count - 1;
     const bool scored = p.score.by_query != nullptr, selective = masked || scored;
     const i64 share = chunk * p.batch * p.heads * f.blocks + item;
-    real* dq = (real*)f.dq_lanes + share * padded(p.d, DQ_WHOLE) * LANES;
-    const bool begun = f.begun[share];
-    f.begun[share] = true;
+    real* dq = (real*)f.dq_lanes + share * padded(p.d, DQ_STEP) * LANES;
+    const bool dq_written = f.dq_written[share];
+    f.dq_written[share] = true;
 #ifdef MATRIX_UNIT
     matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
     matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
-    const bool plain = !scored && !p.threshold && p.scale > 0 && p.scale <= 1;
+    const bool plain = !scored && !p.dropout_threshold && p.scale > 0 && p.scale <= 1;
     if (!plain)
         for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
 #else
@@ -265,64 +266,65 @@ void meet(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i
     if (k.count < LANES && scored)
         for (i64 j = 0; j < n; j++)
             for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
-    if (!plain) weights_and_slopes(f, t, k, kv0, n, !selective);
-    if (scored) ((Slope)f.slope)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
+    if (!plain) weights_and_ds(f, t, k, kv0, n, !selective);
+    if (scored) ((ScoreDerivative)f.dscore)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
 #ifdef MATRIX_UNIT
     if (plain) {
-        weights_and_slopes_by_matrices(f, t, k, n, !selective);
+        weights_and_ds_on_matrix_unit(f, t, k, n, !selective);
     } else {
         rows_of_tile(t.weight, n, t.weight_rows);
         rows_of_tile(t.ds, n, t.ds_rows);
         pairs_of_tile(t.ds, n, t.ds_pairs);
     }
-    grow(f, t, item, n, dq, begun);
+    accumulate(f, t, item, n, dq, dq_written);
     if (t.finite && f.finite[item]) return;
-    const Rows<real> q{t.q_wide, dp}, dout{t.do_wide, dvp};
+    const Rows<real> q{t.q_copy, dp}, dout{t.do_copy, dvp};
     t.k = rows_of<bfloat>(p.key, k.b, k.h / (p.heads / p.kv_heads), kv0, n, p.d, t.keys, p.d);
-    widen_rows(place<bfloat>(p.query, k.b, k.h, k.first), p.query.stride[2], p.query.stride[3], k.count, p.d, t.q_wide, dp);
-    widen_rows(place<bfloat>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, t.do_wide, dvp);
+    widen_rows(row_ptr<bfloat>(p.query, k.b, k.h, k.first), p.query.stride[2], p.query.stride[3], k.count, p.d, t.q_copy, dp);
+    widen_rows(row_ptr<bfloat>(f.grad_out, k.b, k.h, k.first), f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, t.do_copy, dvp);
 #else
     const Rows<real> q = block_rows(f.q_rows, p.query, k, item, dp), dout = block_rows(f.do_rows, f.grad_out, k, item, dvp);
-    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv))) return grow(f, t, k, q, dout, t.k, n, dq, begun);
-    grow(f, t, k, without_infinities(q, k.count, p.d, t.q_wide, dp), without_infinities(dout, k.count, p.dv, t.do_wide, dvp),
-         without_infinities(t.k, n, p.d, t.k_sound, p.d), n, dq, begun);
+    if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv)))
+        return accumulate(f, t, k, q, dout, t.k, n, dq, dq_written);
+    accumulate(f, t, k, zero_nonfinite(q, k.count, p.d, t.q_copy, dp), zero_nonfinite(dout, k.count, p.dv, t.do_copy, dvp),
+               zero_nonfinite(t.k, n, p.d, t.k_copy, p.d), n, dq, dq_written);
 #endif
-    grow_by_infinities(f, t, k, q, dout, n, dq);
+    accumulate_nonfinite(f, t, k, q, dout, n, dq);
 }
 
-// -- one stretch of keys -----------------------------------------------------------------------------------------------
+// -- one chunk of keys -------------------------------------------------------------------------------------------------
 
 void load_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 kv0, i64 n) {
     const Problem& p = f.problem;
 #ifdef MATRIX_UNIT
     const i64 dp = padded(p.d, STEP), dvp = padded(p.dv, STEP);
-    const bool keys = pack_rows(place<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
-    const bool values = pack_rows(place<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
+    const bool keys = pack_rows(row_ptr<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
+    const bool values = pack_rows(row_ptr<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
     t.finite = keys && values;
     const bfloat* rows = t.k_rows;
     if (!keys) {
-        bfloat* cleared = (bfloat*)t.q_wide;  // not in use yet, nor is k_sound
+        bfloat* cleared = (bfloat*)t.q_copy;  // q_copy and k_copy are still free here
         __builtin_memcpy(cleared, t.k_rows, (size_t)(KEYS * dp) * sizeof(bfloat));
-        clear_infinities(cleared, KEYS * dp);
+        clear_nonfinite(cleared, KEYS * dp);
         rows = cleared;
     }
-    pairs_of_rows(rows, dp, (u32*)t.k_sound);
-    transpose_words((const u32*)t.k_sound, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
+    pairs_of_rows(rows, dp, (u32*)t.k_copy);
+    transpose_words((const u32*)t.k_copy, dp, (u32*)t.k_columns, KEYS / 2, KEYS / 2, dp);
 #else
     t.k = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
     t.v = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
-    t.finite = (p.mask.by_query || p.score.by_query) && all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);  // nobody asks where all is attended
+    t.finite = (p.mask.by_query || p.score.by_query) && all_finite(t.k, n, p.d) && all_finite(t.v, n, p.dv);  // not needed if everything is attended
 #endif
 }
 
-// One tile of keys against those of the blocks first .. last of a head that attend to it.
-void meet_blocks(const Backward& f, KeyTile& t, i64 b, i64 h, i64 row, i64 kv0, i64 n, i64 first, i64 last, i64 chunk, double* const* gradients) {
+// One key tile against those query blocks first .. last of a head that attend to it.
+void process_query_blocks(const Backward& f, KeyTile& t, i64 b, i64 h, i64 row, i64 kv0, i64 n, i64 first, i64 last, i64 chunk, double* const* gradients) {
     const Problem& p = f.problem;
-    const Walk& w = p.walk;
-    const i64 map_row = b * w.stride_batch + h * w.stride_head + row;
+    const TileSchedule& schedule = p.schedule;
+    const i64 map_row = b * schedule.stride_batch + h * schedule.stride_head + row;
     bool loaded = false;
     for (int masked = 0; masked < 2; masked++) {
-        const Runs& runs = masked ? w.partial : w.full;
+        const Runs& runs = masked ? schedule.partial : schedule.full;
         const i64 first_run = runs.offsets ? runs.offsets[map_row] : 0, last_run = runs.offsets ? runs.offsets[map_row + 1] : !masked;
         for (i64 r = first_run; r < last_run; r++) {
             const i64 begin = at_least(first, runs.offsets ? runs.start[r] * f.blocks_per_tile : 0);
@@ -332,32 +334,33 @@ void meet_blocks(const Backward& f, KeyTile& t, i64 b, i64 h, i64 row, i64 kv0, 
                 if (k.count <= 0) continue;
                 if (!loaded) load_keys(f, t, b, h / (p.heads / p.kv_heads), kv0, n);
                 loaded = true;
-                meet(f, t, k, block, chunk, kv0, n, masked && p.mask.by_query, gradients);
+                process_tile(f, t, k, block, chunk, kv0, n, masked && p.mask.by_query, gradients);
             }
         }
     }
 }
 
-// Queries are taken in groups of blocks that stay in the cache while all the keys of the stretch pass by.
-void stretch_of_keys(const Backward& f, i64 item, double* const* gradients) {
+// Takes as many query blocks at a time as fit the L2 cache, and loops over all keys of the chunk for each such group.
+void kv_chunk(const Backward& f, i64 item, double* const* gradients) {
     const Problem& p = f.problem;
-    const Walk& w = p.walk;
+    const TileSchedule& schedule = p.schedule;
     const i64 hk = item % p.kv_heads, b = item / p.kv_heads % p.batch, chunk = item / p.kv_heads / p.batch, ratio = p.heads / p.kv_heads;
-    const i64 first_row = w.rows * chunk / f.chunks, last_row = w.rows * (chunk + 1) / f.chunks;
-    const i64 first_key = first_row * w.tile, keys = at_most(last_row * w.tile, p.n_kv) - first_key, dp = padded(p.d, WHOLE), dvp = padded(p.dv, WHOLE);
-    const i64 together = at_least(1, CACHED_BYTES / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
+    const i64 first_row = schedule.rows * chunk / f.chunks, last_row = schedule.rows * (chunk + 1) / f.chunks;
+    const i64 first_key = first_row * schedule.tile, keys = at_most(last_row * schedule.tile, p.n_kv) - first_key;
+    const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
+    const i64 blocks_in_l2 = at_least(1, L2_BYTES / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
     KeyTile t = make_tile(p, keys);
 #ifdef MATRIX_UNIT
     const MatrixUnit unit;
 #endif
     for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++)
-        for (i64 block = 0; block < f.blocks; block += together)
+        for (i64 block = 0; block < f.blocks; block += blocks_in_l2)
             for (i64 row = first_row; row < last_row; row++)
-                for (i64 kv0 = row * w.tile; kv0 < at_most((row + 1) * w.tile, p.n_kv); kv0 += KEYS) {
-                    const i64 n = at_most(KEYS, at_most((row + 1) * w.tile, p.n_kv) - kv0);
+                for (i64 kv0 = row * schedule.tile; kv0 < at_most((row + 1) * schedule.tile, p.n_kv); kv0 += KEYS) {
+                    const i64 n = at_most(KEYS, at_most((row + 1) * schedule.tile, p.n_kv) - kv0);
                     t.dk = t.all_dk + (kv0 - first_key) * dp;
                     t.dv = t.all_dv + (kv0 - first_key) * dvp;
-                    meet_blocks(f, t, b, h, row, kv0, n, block, at_most(block + together, f.blocks), chunk, gradients);
+                    process_query_blocks(f, t, b, h, row, kv0, n, block, at_most(block + blocks_in_l2, f.blocks), chunk, gradients);
                 }
     ELEMENT* dk = (ELEMENT*)f.dk + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.d;
     ELEMENT* dv = (ELEMENT*)f.dv + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.dv;
@@ -367,25 +370,25 @@ void stretch_of_keys(const Backward& f, i64 item, double* const* gradients) {
     }
 }
 
-void group_of_stretches(void* context, i64 group) {
+void kv_chunk_group(void* context, i64 group) {
     const Backward& f = *(const Backward*)context;
     double* const* gradients = f.gradients + group * f.captures;
-    if (f.group_offsets == nullptr) return stretch_of_keys(f, group, nullptr);
-    for (i64 k = f.group_offsets[group]; k < f.group_offsets[group + 1]; k++) stretch_of_keys(f, f.group_items[k], gradients);
+    if (f.group_offsets == nullptr) return kv_chunk(f, group, nullptr);
+    for (i64 k = f.group_offsets[group]; k < f.group_offsets[group + 1]; k++) kv_chunk(f, f.group_items[k], gradients);
 }
 
-// -- after: dQ from its shares -----------------------------------------------------------------------------------------
+// -- postprocessing: dQ from the chunks' shares ------------------------------------------------------------------------
 
-void finish_block(void* context, i64 item) {
+void reduce_dq(void* context, i64 item) {
     const Backward& f = *(const Backward*)context;
     const Problem& p = f.problem;
-    const i64 bh = item / f.blocks, size = padded(p.d, DQ_WHOLE) * LANES, items = p.batch * p.heads * f.blocks;
+    const i64 bh = item / f.blocks, size = padded(p.d, DQ_STEP) * LANES, items = p.batch * p.heads * f.blocks;
     const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
     if (k.count <= 0) return;
     ELEMENT* dq = (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d;
     real* sum = nullptr;
     for (i64 share = item; share < f.chunks * items; share += items) {
-        if (!f.begun[share]) continue;
+        if (!f.dq_written[share]) continue;
         real* other = (real*)f.dq_lanes + share * size;
         if (sum)
             for (i64 x = 0; x < size; x++) sum[x] += other[x];
@@ -402,9 +405,9 @@ void finish_block(void* context, i64 item) {
 
 extern "C" __attribute__((visibility("default"))) void tilewise_backward(const Backward* f) {
     const Problem& p = f->problem;
-    const bool little = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK;
-    const i64 threads = little ? 1 : p.threads;
-    p.run(prepare_block, (void*)f, p.batch * p.heads * f->blocks, threads);
-    p.run(group_of_stretches, (void*)f, f->groups, threads);
-    p.run(finish_block, (void*)f, p.batch * p.heads * f->blocks, threads);
+    const bool single_thread = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < SINGLE_THREAD_WORK;
+    const i64 threads = single_thread ? 1 : p.threads;
+    p.run(preprocess_block, (void*)f, p.batch * p.heads * f->blocks, threads);
+    p.run(kv_chunk_group, (void*)f, f->groups, threads);
+    p.run(reduce_dq, (void*)f, p.batch * p.heads * f->blocks, threads);
 }

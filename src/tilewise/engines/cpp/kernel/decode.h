@@ -1,30 +1,30 @@
-// Decoding: a few queries over many keys. Vectors lie along the features, so that nothing is transposed; the keys are cut into parts,
-// each computed on its own, and the parts are put together in their order.
+// Decoding: a few queries over many keys. Vectors run along the features, so nothing is transposed. The keys are split (split-KV); the splits are
+// computed independently and combined in order.
 #pragma once
 #include "tiles.h"
 
-INLINE float exponent_of(float x) { return __builtin_expf(x); }
-INLINE double exponent_of(double x) { return __builtin_exp(x); }
-INLINE float logarithm_of(float x) { return __builtin_logf(x); }
-INLINE double logarithm_of(double x) { return __builtin_log(x); }
+INLINE float scalar_exp(float x) { return __builtin_expf(x); }
+INLINE double scalar_exp(double x) { return __builtin_exp(x); }
+INLINE float scalar_log(float x) { return __builtin_logf(x); }
+INLINE double scalar_log(double x) { return __builtin_log(x); }
 
-// How a row ends, from what its weights are measured from and their sum.
-template <typename T> struct Ending {
-    T factor;  // what the weighted values are multiplied by
+// The end of a row, where weights are exp(score - from) and total is their sum.
+template <typename T> struct RowEpilogue {
+    T factor;  // out = factor * acc
     T lse;
 };
 
-template <typename T> Ending<T> ending(T from, T total, const T* sink, T keep_scale) {
+template <typename T> RowEpilogue<T> row_epilogue(T from, T total, const T* sink, T keep_scale) {
     const T ceiling = sink && *sink > from ? *sink : from;
     const T base = ceiling == -INFINITE<T> ? 0 : ceiling;
-    const T decay = exponent_of(from - base);
+    const T decay = scalar_exp(from - base);
     total *= decay;
-    if (sink) total += exponent_of(*sink - base);
+    if (sink) total += scalar_exp(*sink - base);
     if (total == 0) return {0, -INFINITE<T>};
-    return {decay * keep_scale / total, base + logarithm_of(total)};
+    return {decay * keep_scale / total, base + scalar_log(total)};
 }
 
-template <typename T> INLINE T sum_of(vec<T> v) {
+template <typename T> INLINE T horizontal_sum(vec<T> v) {
     T lane[WIDTH<T>], sum = 0;
     store(lane, v);
 #pragma omp simd reduction(+ : sum)
@@ -32,7 +32,7 @@ template <typename T> INLINE T sum_of(vec<T> v) {
     return sum;
 }
 
-// s[j] = scale * query . keys[j] for up to KEYS keys, as many at a time as a vector has lanes, four of them for one load of the query
+// s[j] = scale * query . keys[j] for up to KEYS keys: one vector of keys at a time, four keys per load of the query
 template <typename T, typename E> void dots(const T* query, Rows<E> keys, i64 n, i64 d, T scale, T* s) {
     for (i64 j = 0; j < n; j += WIDTH<T>) {
         vec<T> sum[WIDTH<T>];
@@ -42,45 +42,45 @@ template <typename T, typename E> void dots(const T* query, Rows<E> keys, i64 n,
             vec<T> a{}, b{}, c{}, e{};
             for (i64 x = 0; x < d; x += WIDTH<T>) {
                 const vec<T> q = load(query + x);
-                a += q * load_wide(key[0] + x);
-                b += q * load_wide(key[1] + x);
-                c += q * load_wide(key[2] + x);
-                e += q * load_wide(key[3] + x);
+                a += q * load_widened(key[0] + x);
+                b += q * load_widened(key[1] + x);
+                c += q * load_widened(key[2] + x);
+                e += q * load_widened(key[3] + x);
             }
             sum[g] = a, sum[g + 1] = b, sum[g + 2] = c, sum[g + 3] = e;
         }
-        sums_of(sum, s + j);
+        horizontal_sums(sum, s + j);
     }
     for (i64 j = 0; j < n; j++) s[j] *= scale;
 }
 
-// Scores of a row become weights; what its sum and values have to be multiplied by is returned.
-template <typename T> T softmax_of(T* s, T& high, T& total) {
-    T top = high;
-#pragma omp simd reduction(max : top)
-    for (i64 j = 0; j < KEYS; j++) top = s[j] > top ? s[j] : top;
-    const T base = top == -INFINITE<T> ? 0 : top, decay = exponent_of(high - base);
+// One online softmax step of a row: scores become weights. Returns the factor by which acc has to be rescaled.
+template <typename T> T online_softmax(T* s, T& row_max, T& total) {
+    T new_max = row_max;
+#pragma omp simd reduction(max : new_max)
+    for (i64 j = 0; j < KEYS; j++) new_max = s[j] > new_max ? s[j] : new_max;
+    const T base = new_max == -INFINITE<T> ? 0 : new_max, decay = scalar_exp(row_max - base);
     vec<T> sum{};
     for (i64 j = 0; j < KEYS; j += WIDTH<T>) {
         const vec<T> weight = exponential(load(s + j) - base);
         store(s + j, weight);
         sum += weight;
     }
-    total = total * decay + sum_of<T>(sum);
-    high = top;
+    total = total * decay + horizontal_sum<T>(sum);
+    row_max = new_max;
     return decay;
 }
 
 template <typename E, typename T> Rows<T> widened(const Tensor& t, i64 b, i64 h, i64 first, i64 count, i64 n, T* to, i64 width) {
-    widen_rows(place<E>(t, b, h, first), t.stride[2], t.stride[3], count, n, to, width);
+    widen_rows(row_ptr<E>(t, b, h, first), t.stride[2], t.stride[3], count, n, to, width);
     return {to, width};
 }
 
 template <typename E> bool rows_are_finite(const Tensor& t, i64 b, i64 h, i64 first, i64 count, i64 n) {
-    typename computed<E>::type off = 0;
+    typename compute_type<E>::type off = 0;
     for (i64 j = 0; j < count; j++) {
-        const E* row = place<E>(t, b, h, first + j);
-        typename computed<E>::type here = 0;
+        const E* row = row_ptr<E>(t, b, h, first + j);
+        typename compute_type<E>::type here = 0;
 #pragma omp simd reduction(+ : here)
         for (i64 d = 0; d < n; d++) here += widen(row[d]) - widen(row[d]);
         off += here;
@@ -88,109 +88,109 @@ template <typename E> bool rows_are_finite(const Tensor& t, i64 b, i64 h, i64 fi
     return off == 0;
 }
 
-// One part of the keys for the rows (query heads of one key head, times queries): acc, highest score and sum of weights.
-template <typename E> void decode_part(void* context, i64 item) {
-    typedef typename computed<E>::type T;
+// One split of the keys, for all rows (the query heads of one key head, times queries): acc, max score and sum of weights.
+template <typename E> void decode_split(void* context, i64 item) {
+    typedef typename compute_type<E>::type T;
     const Forward& f = *(const Forward*)context;
     const Problem& p = f.problem;
     const i64 split = item % f.splits, hk = item / f.splits % p.kv_heads, b = item / f.splits / p.kv_heads;
-    const i64 ratio = p.heads / p.kv_heads, rows = ratio * p.n_q, per_split = padded((p.n_kv + f.splits - 1) / f.splits, KEYS);
+    const i64 ratio = p.heads / p.kv_heads, rows = ratio * p.n_q, split_keys = padded((p.n_kv + f.splits - 1) / f.splits, KEYS);
     const i64 dp = padded(p.d, WIDTH<T>), dvp = padded(p.dv, WIDTH<T>);
     scratch.reserve((size_t)(rows * (dp + dvp + 2 + 2 * KEYS) + KEYS * (dp + 2 * dvp)) * sizeof(T) + 16 * 64 + LANES * KEYS);
     T* query = scratch.take<T>(rows * dp);
     T* acc = scratch.take<T>(rows * dvp);
-    T* high = scratch.take<T>(rows);
+    T* row_max = scratch.take<T>(rows);
     T* total = scratch.take<T>(rows);
     T* keys = scratch.take<T>(KEYS * dp);
     T* values = scratch.take<T>(KEYS * dvp);
-    T* clean = scratch.take<T>(KEYS * dvp);       // values without infinities and NaN
+    T* clean = scratch.take<T>(KEYS * dvp);       // values with NaN and Inf as 0
     T* weights = scratch.take<T>(rows * KEYS);    // scores, then weights
-    T* final = scratch.take<T>(rows * KEYS);      // scores, where values are not finite
-    uint8_t* kept = scratch.take<uint8_t>(LANES * KEYS);
+    T* final = scratch.take<T>(rows * KEYS);      // a copy of the scores, if values are not finite
+    uint8_t* dropout_keep = scratch.take<uint8_t>(LANES * KEYS);
     for (i64 r = 0; r < rows; r++) {
-        widen_rows(place<E>(p.query, b, hk * ratio + r / p.n_q, r % p.n_q), 0, p.query.stride[3], 1, p.d, query + r * dp, dp);
-        high[r] = -INFINITE<T>, total[r] = 0;
+        widen_rows(row_ptr<E>(p.query, b, hk * ratio + r / p.n_q, r % p.n_q), 0, p.query.stride[3], 1, p.d, query + r * dp, dp);
+        row_max[r] = -INFINITE<T>, total[r] = 0;
     }
     __builtin_memset(acc, 0, (size_t)(rows * dvp) * sizeof(T));
-    const i64 end = at_most((split + 1) * per_split, p.n_kv);
+    const i64 end = at_most((split + 1) * split_keys, p.n_kv);
     const bool selective = p.mask.by_key || p.score.by_key;
-    const bool values_whole = dvp == p.dv && p.value.stride[3] == 1;  // rows are read where they lie
-    const bool keys_whole = dp == p.d && p.key.stride[3] == 1 && (sizeof(E) == sizeof(T) || rows == 1);  // widened once for several rows
-    for (i64 kv0 = split * per_split; kv0 < end; kv0 += KEYS) {
+    const bool values_whole = dvp == p.dv && p.value.stride[3] == 1;  // rows are read in place
+    const bool keys_whole = dp == p.d && p.key.stride[3] == 1 && (sizeof(E) == sizeof(T) || rows == 1);  // else widened once for several rows
+    for (i64 kv0 = split * split_keys; kv0 < end; kv0 += KEYS) {
         const i64 n = at_most(KEYS, end - kv0);
         const bool copied = !values_whole || (selective && !rows_are_finite<E>(p.value, b, hk, kv0, n, p.dv));
         const Rows<T> v = copied ? widened<E>(p.value, b, hk, kv0, n, p.dv, values, dvp) : Rows<T>{};
-        const bool spoilt = copied && selective && !all_finite(v, n, p.dv);
+        const bool has_nonfinite = copied && selective && !all_finite(v, n, p.dv);
         const Rows<T> k = keys_whole ? Rows<T>{} : widened<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
         for (i64 r = 0; r < rows; r++) {
             const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
             T* s = weights + r * KEYS;
             if (keys_whole)
-                dots(query + r * dp, Rows<E>{place<E>(p.key, b, hk, kv0), p.key.stride[2]}, n, dp, (T)p.scale, s);
+                dots(query + r * dp, Rows<E>{row_ptr<E>(p.key, b, hk, kv0), p.key.stride[2]}, n, dp, (T)p.scale, s);
             else
                 dots(query + r * dp, k, n, dp, (T)p.scale, s);
             if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
             if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
             for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;
-            if (spoilt) __builtin_memcpy(final + r * KEYS, s, KEYS * sizeof(T));
-            const T decay = softmax_of(s, high[r], total[r]);
+            if (has_nonfinite) __builtin_memcpy(final + r * KEYS, s, KEYS * sizeof(T));
+            const T decay = online_softmax(s, row_max[r], total[r]);
             if (decay != 1)
                 for (i64 d = 0; d < dvp; d++) acc[r * dvp + d] *= decay;
-            if (p.threshold) {
-                keep_tile(p, b, h, q, kv0, n, kept);
-                for (i64 j = 0; j < n; j++) s[j] = kept[j * LANES] ? s[j] : 0;
+            if (p.dropout_threshold) {
+                dropout_keep_tile(p, b, h, q, kv0, n, dropout_keep);
+                for (i64 j = 0; j < n; j++) s[j] = dropout_keep[j * LANES] ? s[j] : 0;
             }
         }
         if (copied) {
-            const Rows<T> sound = spoilt ? without_infinities(v, n, p.dv, clean, dvp) : v;
-            product<T>(weights, KEYS, 1, sound.data, sound.stride, acc, dvp, rows, dvp, n, 1, true);
+            const Rows<T> finite = has_nonfinite ? zero_nonfinite(v, n, p.dv, clean, dvp) : v;
+            product<T>(weights, KEYS, 1, finite.data, finite.stride, acc, dvp, rows, dvp, n, 1, true);
         } else {
-            product<T>(weights, KEYS, 1, place<E>(p.value, b, hk, kv0), p.value.stride[2], acc, dvp, rows, dvp, n, 1, true);
+            product<T>(weights, KEYS, 1, row_ptr<E>(p.value, b, hk, kv0), p.value.stride[2], acc, dvp, rows, dvp, n, 1, true);
         }
-        if (spoilt) hear_infinities<T>(final, KEYS, 1, v, acc, dvp, 1, rows, p.dv, n);
+        if (has_nonfinite) add_attended_nonfinite<T>(final, KEYS, 1, v, acc, dvp, 1, rows, p.dv, n);
     }
-    T* part = (T*)f.parts + item * rows * (p.dv + 2);
-    for (i64 r = 0; r < rows; r++, part += p.dv + 2) {
-        __builtin_memcpy(part, acc + r * dvp, (size_t)p.dv * sizeof(T));
-        part[p.dv] = high[r];
-        part[p.dv + 1] = total[r];
+    T* result = (T*)f.split_results + item * rows * (p.dv + 2);
+    for (i64 r = 0; r < rows; r++, result += p.dv + 2) {
+        __builtin_memcpy(result, acc + r * dvp, (size_t)p.dv * sizeof(T));
+        result[p.dv] = row_max[r];
+        result[p.dv + 1] = total[r];
     }
 }
 
-template <typename E> void combine_parts(void* context, i64 item) {
-    typedef typename computed<E>::type T;
+template <typename E> void combine_splits(void* context, i64 item) {
+    typedef typename compute_type<E>::type T;
     const Forward& f = *(const Forward*)context;
     const Problem& p = f.problem;
     const i64 hk = item % p.kv_heads, b = item / p.kv_heads, ratio = p.heads / p.kv_heads, rows = ratio * p.n_q, size = p.dv + 2;
-    const T* parts = (const T*)f.parts + item * f.splits * rows * size;
+    const T* results = (const T*)f.split_results + item * f.splits * rows * size;
     T sums[512];
     for (i64 r = 0; r < rows; r++) {
         const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q, at = (b * p.heads + h) * p.n_q + q;
-        T high = -INFINITE<T>, total = 0;
+        T row_max = -INFINITE<T>, total = 0;
         for (i64 k = 0; k < f.splits; k++) {
-            const T there = parts[(k * rows + r) * size + p.dv];
-            high = there > high ? there : high;
+            const T there = results[(k * rows + r) * size + p.dv];
+            row_max = there > row_max ? there : row_max;
         }
-        const T base = high == -INFINITE<T> ? 0 : high;
+        const T base = row_max == -INFINITE<T> ? 0 : row_max;
         for (i64 d = 0; d < p.dv; d++) sums[d] = 0;
         for (i64 k = 0; k < f.splits; k++) {
-            const T* part = parts + (k * rows + r) * size;
-            const T weight = exponent_of(part[p.dv] - base);
-            if (part[p.dv] == -INFINITE<T> && part[p.dv + 1] == 0) continue;  // attended to nothing
-            total += part[p.dv + 1] * weight;
-            for (i64 d = 0; d < p.dv; d++) sums[d] += part[d] * weight;
+            const T* result = results + (k * rows + r) * size;
+            const T weight = scalar_exp(result[p.dv] - base);
+            if (result[p.dv] == -INFINITE<T> && result[p.dv + 1] == 0) continue;  // attended to nothing
+            total += result[p.dv + 1] * weight;
+            for (i64 d = 0; d < p.dv; d++) sums[d] += result[d] * weight;
         }
-        const Ending<T> end = ending<T>(high, total, p.sinks ? (const T*)p.sinks + h : nullptr, (T)p.keep_scale);
+        const RowEpilogue<T> end = row_epilogue<T>(row_max, total, p.sinks ? (const T*)p.sinks + h : nullptr, (T)p.keep_scale);
         ((T*)f.lse)[at] = end.lse;
-        ((T*)f.highest)[at] = high;
-        E* out = (E*)place<E>(f.out, b, h, q);
+        ((T*)f.max_score)[at] = row_max;
+        E* out = (E*)row_ptr<E>(f.out, b, h, q);
         for (i64 d = 0; d < p.dv; d++) narrow(sums[d] * end.factor, out[d * f.out.stride[3]]);
     }
 }
 
 template <typename E> void decode(const Forward& f) {
     const Problem& p = f.problem;
-    const i64 threads = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < LITTLE_WORK ? 1 : p.threads;
-    p.run(decode_part<E>, (void*)&f, p.batch * p.kv_heads * f.splits, threads);
-    p.run(combine_parts<E>, (void*)&f, p.batch * p.kv_heads, 1);
+    const i64 threads = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < SINGLE_THREAD_WORK ? 1 : p.threads;
+    p.run(decode_split<E>, (void*)&f, p.batch * p.kv_heads * f.splits, threads);
+    p.run(combine_splits<E>, (void*)&f, p.batch * p.kv_heads, 1);
 }

@@ -1,12 +1,12 @@
-// The element types tensors are stored in, and their conversion to the type everything is computed in.
+// The element types of tensors, and conversion to and from the compute type.
 #pragma once
 #include "vectors.h"
 
 struct bfloat { u16 bits; };
 struct half { u16 bits; };
 
-template <typename E> struct computed { typedef float type; };  // float16, bfloat16 and float32 are computed in float32
-template <> struct computed<double> { typedef double type; };
+template <typename E> struct compute_type { typedef float type; };  // float16, bfloat16 and float32 are computed in float32
+template <> struct compute_type<double> { typedef double type; };
 
 template <typename To, typename From> INLINE To bits_as(From x) {
     static_assert(sizeof(To) == sizeof(From));
@@ -17,7 +17,7 @@ template <typename To, typename From> INLINE To bits_as(From x) {
 
 INLINE float widen(bfloat x) { return bits_as<float>((u32)x.bits << 16); }
 
-// Exponents are rebased by a multiplication, which brings subnormal numbers right too; the largest exponent stands for Inf and NaN.
+// A multiplication rebases the exponent, which also handles subnormals; the largest exponent means Inf or NaN.
 INLINE float widen(half x) {
     const u32 magnitude = (u32)(x.bits & 0x7fff) << 13, sign = (u32)(x.bits & 0x8000) << 16;
     const u32 finite = bits_as<u32>(bits_as<float>(magnitude) * bits_as<float>((u32)(254 - 15) << 23));
@@ -26,7 +26,7 @@ INLINE float widen(half x) {
 INLINE float widen(float x) { return x; }
 INLINE double widen(double x) { return x; }
 
-// Rounded to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 INLINE void narrow(float x, float& to) { to = x; }
 INLINE void narrow(double x, double& to) { to = x; }
 INLINE void narrow(float x, bfloat& to) {
@@ -37,22 +37,22 @@ INLINE void narrow(float x, bfloat& to) {
 INLINE void narrow(float x, half& to) {
     const u32 b = bits_as<u32>(x), sign = (b >> 16) & 0x8000, magnitude = b & 0x7fffffff;
     const u32 normal = (magnitude - ((u32)(127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    const u32 small = bits_as<u32>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;  // adding 0.5 lines subnormal halves up with the last bits
+    const u32 small = bits_as<u32>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;  // adding 0.5 shifts a subnormal half into the last bits
     const u32 large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
     to.bits = (u16)(sign | (magnitude >= 0x47800000 ? large : magnitude < 0x38800000 ? small : normal > 0x7c00 ? 0x7c00 : normal));
 }
 
-// A vector's worth of elements in the computed type.
-INLINE vec<float> load_wide(const float* p) { return load(p); }
-INLINE vec<double> load_wide(const double* p) { return load(p); }
-INLINE vec<float> load_wide(const bfloat* p) {
+// Loads a vector of elements and widens it to the compute type.
+INLINE vec<float> load_widened(const float* p) { return load(p); }
+INLINE vec<double> load_widened(const double* p) { return load(p); }
+INLINE vec<float> load_widened(const bfloat* p) {
     typedef u16 halves __attribute__((vector_size(VECTOR_BYTES / 2)));
     typedef u32 words __attribute__((vector_size(VECTOR_BYTES)));
     halves bits;
     __builtin_memcpy(&bits, p, sizeof bits);
     return (vec<float>)(__builtin_convertvector(bits, words) << 16);
 }
-INLINE vec<float> load_wide(const half* p) {
+INLINE vec<float> load_widened(const half* p) {
     float lane[WIDTH<float>];
     for (int l = 0; l < WIDTH<float>; l++) lane[l] = widen(p[l]);
     return load(lane);

@@ -1,5 +1,5 @@
-// The threads that kernels run on: those of torch's own OpenMP, which are awake after torch's last operation and would otherwise stand in the way;
-// where there are none, threads of its own that wait for work. One pool serves every kernel of the process.
+// The threads that kernels run on: torch's own OpenMP team if there is one (its threads still spin after torch's last operation and would compete for the
+// cores), else a pool of waiting threads. One pool serves every kernel of the process.
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@ typedef void (*Body)(void* context, i64 item);
 
 namespace {
 
-constexpr int MOST_THREADS = 1024, SPINS = 2000;
+constexpr int MAX_THREADS = 1024, SPINS = 2000;
 
 struct Pool {
     pthread_mutex_t mutex;
@@ -18,12 +18,12 @@ struct Pool {
     Body body;
     void* context;
     i64 items, next;
-    i64 generation;     // of the work that is being done
-    int workers;        // threads there are
+    i64 generation;     // of the current work
+    int workers;        // threads created
     int wanted;         // workers that take part
     int running;        // workers that have not finished this generation
     bool busy;
-    pid_t owner;        // a forked child has none of the threads
+    pid_t owner;        // a forked child does not inherit the threads
 };
 
 Pool pool;
@@ -53,7 +53,7 @@ void* work(void* number) {
     return nullptr;
 }
 
-void begin_again() {
+void reset_pool() {
     pool = Pool{};
     pthread_mutex_init(&pool.mutex, nullptr);
     pthread_cond_init(&pool.wake, nullptr);
@@ -61,7 +61,7 @@ void begin_again() {
     pool.owner = getpid();
 }
 
-void in_child() {  // the parent may have held the lock when it forked
+void after_fork() {  // the parent may have held the lock when it forked
     entrance = PTHREAD_MUTEX_INITIALIZER;
     pool.owner = 0;
 }
@@ -70,10 +70,10 @@ bool enter() {
     static bool registered = false;
     pthread_mutex_lock(&entrance);
     if (!registered) {
-        pthread_atfork(nullptr, nullptr, in_child);
+        pthread_atfork(nullptr, nullptr, after_fork);
         registered = true;
     }
-    if (pool.owner != getpid()) begin_again();
+    if (pool.owner != getpid()) reset_pool();
     const bool free = !pool.busy;
     if (free) pool.busy = true;
     pthread_mutex_unlock(&entrance);
@@ -99,7 +99,7 @@ struct Job {
     i64 items, next;
 };
 
-void take_part(void* context) {
+void run_items(void* context) {
     Job& job = *(Job*)context;
     for (;;) {
         const i64 item = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED);
@@ -115,13 +115,13 @@ extern "C" __attribute__((visibility("default"))) void tilewise_use_team(void* f
     team_owner = getpid();
 }
 
-// body(context, item) for every item from 0. Items are begun in order. A second caller meanwhile does its work alone.
+// Calls body(context, item) for every item from 0; items start in order. While the pool is busy, a second caller runs its items by itself.
 extern "C" __attribute__((visibility("default"))) void tilewise_run(Body body, void* context, i64 items, i64 threads) {
     if (threads > items) threads = items;
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (threads > 1 && team && team_owner == getpid()) {
         Job job{body, context, items, 0};
-        team(take_part, &job, (unsigned)threads, 0);
+        team(run_items, &job, (unsigned)threads, 0);
         return;
     }
     if (threads <= 1 || !enter()) {

@@ -1,10 +1,10 @@
-// One product on the matrix unit, to see whether it runs and is right. The process that calls this may end here.
+// One product on the matrix unit, to check that it runs and is right. The calling process may be killed here: see matrix_unit.py.
 #include <sys/syscall.h>
 #include <unistd.h>
 #include "amx.h"
 
 extern "C" __attribute__((visibility("default"))) int tilewise_try_matrix_unit() {
-    if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 0;  // asks for the unit's registers, as matrix_unit.py does for the real work
+    if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 0;  // requests the tile registers, as matrix_unit.py does
     static bfloat a[32 * 32];
     static u32 b[16 * 32];
     static float c[32 * 32];

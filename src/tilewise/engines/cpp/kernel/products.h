@@ -1,40 +1,39 @@
-// Products of small matrices, held in registers block by block. (Kernels are compiled with contraction: a * b + c is one operation where the
-// machine has it.)
+// Products of small matrices, blocked in registers. (Kernels are compiled with -ffp-contract=fast: a * b + c is an FMA where the machine has one.)
 #pragma once
 #include "elements.h"
 
 // C[i][x] = alpha * sum over k of A[i * a_row + k * a_step] * B[k * b_row + x]  (+ C[i][x] if `add`)
-// for R rows i and X vectors of columns x. B may be of a narrower type E.
+// for R rows i and X vectors of columns x. B may have a narrower type E.
 template <typename T, int R, int X, typename E>
 __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_k, T alpha, bool add) {
     vec<T> sum[R][X] = {};
     for (i64 k = 0; k < n_k; k++, a += a_step, b += b_row) {
         vec<T> column[X];
 #pragma GCC unroll 8
-        for (int x = 0; x < X; x++) column[x] = load_wide(b + x * WIDTH<T>);
+        for (int x = 0; x < X; x++) column[x] = load_widened(b + x * WIDTH<T>);
 #pragma GCC unroll 8
         for (int i = 0; i < R; i++) {
-            const vec<T> one = spread(a[i * a_row]);
+            const vec<T> one = broadcast(a[i * a_row]);
 #pragma GCC unroll 8
             for (int x = 0; x < X; x++) sum[i][x] += one * column[x];
         }
     }
-    const vec<T> factor = spread(alpha);
+    const vec<T> factor = broadcast(alpha);
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
         for (int x = 0; x < X; x++) {
-            T* place = c + i * c_row + x * WIDTH<T>;
-            store(place, add ? factor * sum[i][x] + load(place) : factor * sum[i][x]);
+            T* target = c + i * c_row + x * WIDTH<T>;
+            store(target, add ? factor * sum[i][x] + load(target) : factor * sum[i][x]);
         }
 }
 
 template <int R> struct Count { static constexpr int value = R; };
 
-// do_block(Count<R>, i) for the blocks of R rows, from row i on, that n_rows are cut into.
+// Cuts n_rows into blocks and calls do_block(Count<R>, i) for each: R rows from row i on.
 template <typename F> INLINE void in_blocks(i64 n_rows, F do_block) {
     i64 i = 0;
-    const auto next = [&](auto rows) {  // as many blocks of so many rows as are left
+    const auto next = [&](auto rows) {  // all blocks of this size that still fit
         for (; i + rows.value <= n_rows; i += rows.value) do_block(rows, i);
     };
     next(Count<BLOCK_ROWS>{});
@@ -50,19 +49,20 @@ void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T
     });
 }
 
-// The same for n_columns columns, a multiple of the vector's width.
+// The same for n_columns columns, a multiple of the vector width.
 template <typename T, typename E = T>
 void product(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
-    constexpr int wide = BLOCK_VECTORS * WIDTH<T>;
+    constexpr int block_columns = BLOCK_VECTORS * WIDTH<T>;
     i64 x = 0;
-    for (; x + wide <= n_columns; x += wide) product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
+    for (; x + block_columns <= n_columns; x += block_columns)
+        product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
     for (; x < n_columns; x += WIDTH<T>) product_columns<T, 1>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
 }
 
 // -- panels ------------------------------------------------------------------------------------------------------------
 
-// A[i][k] = from[k * step + i] in the order in which the blocks read it, [k][R] for each: one stream of memory instead of R rows, or of a piece of
-// every row, far apart.
+// Packs A[i][k] = from[k * step + i] in the order in which product_block reads it, [k][R] per block: one contiguous stream instead of R rows that are
+// far apart.
 template <typename T> void pack_panels(const T* from, i64 step, i64 n_rows, i64 n_k, T* to) {
     in_blocks(n_rows, [&](auto rows, i64 i) {
         constexpr int R = decltype(rows)::value;
@@ -70,7 +70,7 @@ template <typename T> void pack_panels(const T* from, i64 step, i64 n_rows, i64 
     });
 }
 
-// A product whose A lies in panels. n_columns is a multiple of a block's.
+// A product whose A is packed in panels. n_columns is a multiple of BLOCK_VECTORS * WIDTH.
 template <typename T> void product_of_panels(const T* a, const T* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
     for (i64 x = 0; x < n_columns; x += BLOCK_VECTORS * WIDTH<T>)
         in_blocks(n_rows, [&](auto rows, i64 i) {

@@ -16,14 +16,24 @@ FUNCTION_OF_FLOATS(rint)
 FUNCTION_OF_FLOATS(exp2)
 FUNCTION_OF_FLOATS(log)
 FUNCTION_OF_FLOATS(log2)
+FUNCTION_OF_FLOATS(log10)
+FUNCTION_OF_FLOATS(log1p)
+FUNCTION_OF_FLOATS(expm1)
 FUNCTION_OF_FLOATS(sqrt)
 FUNCTION_OF_FLOATS(sin)
 FUNCTION_OF_FLOATS(cos)
+FUNCTION_OF_FLOATS(tan)
+FUNCTION_OF_FLOATS(atan)
+FUNCTION_OF_FLOATS(sinh)
+FUNCTION_OF_FLOATS(cosh)
 FUNCTION_OF_FLOATS(erf)
+FUNCTION_OF_FLOATS(erfc)
 INLINE float pow(float x, float y) { return __builtin_powf(x, y); }
 INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
 INLINE float fmod(float x, float y) { return __builtin_fmodf(x, y); }
 INLINE double fmod(double x, double y) { return __builtin_fmod(x, y); }
+INLINE float atan2(float y, float x) { return __builtin_atan2f(y, x); }
+INLINE double atan2(double y, double x) { return __builtin_atan2(y, x); }
 INLINE float multiply_add(float a, float b, float c) {  // rounded once where the machine can, else twice
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
@@ -66,6 +76,9 @@ template <typename I> INLINE I integer_remainder(I a, I b) {  // has the divisor
     if (b == 0 || (std::numeric_limits<I>::is_signed && b == (I)-1)) return 0;
     const I remainder = a % b;
     return (I)(remainder + ((remainder != 0) & ((remainder < 0) != (b < 0)) ? b : 0));
+}
+template <typename I> INLINE I truncated_remainder(I a, I b) {  // has the dividend's sign
+    return b == 0 || (std::numeric_limits<I>::is_signed && b == (I)-1) ? (I)0 : (I)(a % b);
 }
 template <typename I> INLINE I positive_quotient(I a, I b) { return a / b; }  // a >= 0 and b > 0, as the bounds show
 template <typename I> INLINE I positive_remainder(I a, I b) { return a % b; }
@@ -150,5 +163,14 @@ INLINE double tanh_of(double x) { return __builtin_tanh(x); }
 
 template <typename F> INLINE F sigmoid(F x) { return 1 / (1 + exp_of(-x)); }
 template <typename F> INLINE F silu(F x) { return x / (1 + exp_of(-x)); }
+template <typename F> INLINE F softplus(F x) { return x > 20 ? x : log1p(exp_of(x)); }
+template <typename F> INLINE F gelu(F x) { return x * (F)0.5 * (1 + erf(x * (F)0.70710678118654752440)); }
+template <typename F> INLINE F gelu_tanh(F x) {
+    return (F)0.5 * x * (1 + tanh_of((F)0.79788456080286535588 * (x + (F)0.044715 * x * x * x)));
+}
+template <typename F> INLINE F logaddexp(F a, F b) {  // equal ones may be infinite
+    const F largest = greater(a, b);
+    return a == b ? largest + (F)0.69314718055994530942 : largest + log1p(exp_of(-absolute(a - b)));
+}
 template <typename F> INLINE F reciprocal_root(F x) { return 1 / sqrt(x); }
 template <typename F> INLINE F rounded(F x) { return rint(x); }  // ties to even

@@ -1,7 +1,7 @@
-// What forward and backward share: scratch memory, tiles of queries and keys in the computed type, scores, dropout.
+// What forward and backward share: scratch memory, tiles of queries and keys in the compute type, scores, dropout.
 //
-// A tile of scores is transposed, S^T [keys][LANES queries]: a query is a lane, so that maxima and sums over keys need no shuffling, the
-// queries' tile is transposed once for all its keys, and keys and values are read as they lie in memory.
+// Score tiles are transposed, S^T [keys][LANES queries], with one query per vector lane: maxima and sums over keys need no shuffles, a query tile is
+// transposed once for all its keys, and keys and values are read as stored.
 #pragma once
 #include <stdlib.h>
 #include "arguments.h"
@@ -10,9 +10,9 @@
 #include "products.h"
 #include "transpose.h"
 
-constexpr int LANES = 64;  // queries of a tile
-constexpr int KEYS = 64;   // keys of a tile, at most
-constexpr i64 LITTLE_WORK = 1 << 20;  // multiply-adds that are not worth waking a thread for
+constexpr int LANES = 64;  // queries in a tile
+constexpr int KEYS = 64;   // keys in a tile, at most
+constexpr i64 SINGLE_THREAD_WORK = 1 << 20;  // multiply-adds: below this, waking other threads costs more than it gains
 
 template <typename T> constexpr T INFINITE = std::numeric_limits<T>::infinity();
 
@@ -20,7 +20,7 @@ INLINE i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 at_least(i64 a, i64 b) { return a > b ? a : b; }
 INLINE i64 padded(i64 n, i64 to) { return (n + to - 1) / to * to; }
 
-// Memory of one thread, kept from tile to tile and call to call.
+// Per-thread scratch memory, reused across tiles and calls.
 class Scratch {
   public:
     ~Scratch() { free(memory); }
@@ -44,18 +44,18 @@ class Scratch {
 };
 inline thread_local Scratch scratch;
 
-template <typename E> INLINE const E* place(const Tensor& t, i64 b, i64 h, i64 row) {
+template <typename E> INLINE const E* row_ptr(const Tensor& t, i64 b, i64 h, i64 row) {
     return (const E*)t.data + b * t.stride[0] + h * t.stride[1] + row * t.stride[2];
 }
 
-// -- rows in the computed type -----------------------------------------------------------------------------------------
+// -- rows in the compute type -----------------------------------------------------------------------------------------
 
-template <typename T> struct Rows {  // row i at data + i * stride, features one after another
+template <typename T> struct Rows {  // row i at data + i * stride, features contiguous
     const T* data;
     i64 stride;
 };
 
-// `count` rows of n features, widened into `to` [count][width], zero beyond n.
+// Widens `count` rows of n features into `to` [count][width], zero-padded beyond n.
 template <typename E, typename T> void widen_rows(const E* from, i64 row, i64 step, i64 count, i64 n, T* to, i64 width) {
     for (i64 i = 0; i < count; i++) {
         const E* source = from + i * row;
@@ -68,9 +68,9 @@ template <typename E, typename T> void widen_rows(const E* from, i64 row, i64 st
     }
 }
 
-// Rows of a tensor: where they lie, if they are of the computed type and whole (`to` null allows any width), else a copy.
+// Rows of a tensor in the compute type: in place if the tensor already has that type and width, else a copy in `to`.
 template <typename E, typename T> Rows<T> rows_of(const Tensor& t, i64 b, i64 h, i64 first, i64 count, i64 n, T* to, i64 width) {
-    const E* from = place<E>(t, b, h, first);
+    const E* from = row_ptr<E>(t, b, h, first);
     if constexpr (sizeof(E) == sizeof(T))
         if (t.stride[3] == 1 && width == n) return {(const T*)from, t.stride[2]};
     widen_rows(from, t.stride[2], t.stride[3], count, n, to, width);
@@ -99,7 +99,7 @@ template <typename E, typename T> void transpose_rows(const E* from, i64 row, i6
         }
 }
 
-// The way back, times a factor of each lane. `from` has whole squares of features.
+// The inverse, with each lane multiplied by its factor. `from` is padded to whole SIDE x SIDE squares.
 template <typename E, typename T> void store_transposed(const T* from, const T* factor, E* to, i64 row, i64 step, i64 count, i64 n) {
     for (i64 l0 = 0; l0 < count; l0 += SIDE)
         for (i64 d0 = 0; d0 < n; d0 += SIDE) {
@@ -121,7 +121,7 @@ template <typename E, typename T> void store_transposed(const T* from, const T* 
         }
 }
 
-// -- NaN and infinity where nobody looks -----------------------------------------------------------------------------
+// -- NaN and Inf in masked positions --------------------------------------------------------------------------------
 
 template <typename T> bool all_finite(Rows<T> rows, i64 count, i64 n) {
     T off = 0;  // x - x is 0 or NaN
@@ -135,9 +135,9 @@ template <typename T> bool all_finite(Rows<T> rows, i64 count, i64 n) {
     return off == 0;
 }
 
-// 0 * NaN is NaN, so what is not attended must not enter a product. Where a tile holds NaN or infinity, the product is taken of rows in which they are 0,
-// and those that are attended are added afterwards, whatever their weight.
-template <typename T> Rows<T> without_infinities(Rows<T> rows, i64 count, i64 n, T* to, i64 width) {
+// A masked position has weight 0, but 0 * NaN is NaN: NaN and Inf must stay out of the products. Where a tile has any, the product runs on a copy in
+// which they are 0 (zero_nonfinite), and add_attended_nonfinite then adds those at attended positions, whatever their weight.
+template <typename T> Rows<T> zero_nonfinite(Rows<T> rows, i64 count, i64 n, T* to, i64 width) {
     for (i64 i = 0; i < count; i++)
         for (i64 d = 0; d < width; d++) {
             const T x = d < n ? rows.data[i * rows.stride + d] : 0;
@@ -146,9 +146,9 @@ template <typename T> Rows<T> without_infinities(Rows<T> rows, i64 count, i64 n,
     return {to, width};
 }
 
-// c[i * c_row + x * c_step] += every values[k][x] that is not finite and where final[i * by_i + k * by_k] is not -inf
+// c[i * c_row + x * c_step] += values[k][x], for every non-finite value whose score final[i * by_i + k * by_k] is not -inf (attended)
 template <typename T>
-void hear_infinities(const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i64 c_row, i64 c_step, i64 n_rows, i64 n_columns, i64 n_k) {
+void add_attended_nonfinite(const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i64 c_row, i64 c_step, i64 n_rows, i64 n_columns, i64 n_k) {
     for (i64 k = 0; k < n_k; k++)
         for (i64 x = 0; x < n_columns; x++) {
             const T value = values.data[k * values.stride + x];
@@ -160,7 +160,8 @@ void hear_infinities(const T* final, i64 by_i, i64 by_k, Rows<T> values, T* c, i
 
 // -- programs ----------------------------------------------------------------------------------------------------------
 
-// A generated function on a tile: rows first .. first + rows of one axis, lanes from first_lane on of the other; a lane past the last repeats it.
+// A generated function, applied to a tile: `rows` indices from `first` along one axis, lanes from `first_lane` along the other; lanes past
+// `last_lane` repeat it.
 template <typename T> using TileFunction = void (*)(const Program*, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, T* scores);
 
 template <typename T> INLINE void apply(void* function, const Program& program, i64 b, i64 h, i64 first, i64 rows, i64 first_lane, i64 last_lane, T* scores) {
@@ -169,7 +170,7 @@ template <typename T> INLINE void apply(void* function, const Program& program, 
 
 // -- dropout -----------------------------------------------------------------------------------------------------------
 
-// Philox-4x32-10 of (column, row, h, b): 16 bits for each of eight elements of an aligned 16 x 16 square, as engines/dropout.py lays them out.
+// Philox-4x32-10 of the counter (column, row, h, b): 16 bits for each of eight elements of an aligned 16 x 16 square, laid out as in engines/dropout.py.
 INLINE void philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1, u32* words, i64 stride) {
     for (int round = 0; round < 10; round++) {
         const uint64_t first = (uint64_t)0xD2511F53u * c0, second = (uint64_t)0xCD9E8D57u * c2;
@@ -186,11 +187,11 @@ INLINE void philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1, u32* words, i
     words[3 * stride] = c3;
 }
 
-// kept[j][lane] for keys kv0 + j and queries q0 + lane.
-inline void keep_tile(const Problem& p, i64 b, i64 h, i64 q0, i64 kv0, i64 n, uint8_t* kept) {
+// keep[j][lane]: whether dropout keeps key kv0 + j for query q0 + lane
+inline void dropout_keep_tile(const Problem& p, i64 b, i64 h, i64 q0, i64 kv0, i64 n, uint8_t* keep) {
     constexpr i64 MOST = (LANES / 16 + 1) * 8;
     const i64 first_row = q0 / 16 * 8, rows = (q0 + LANES - 1) / 16 * 8 + 8 - first_row;
-    i32 index[LANES];  // where a lane's word lies in words[4][MOST], for the lower keys of a square
+    i32 index[LANES];  // of each lane's word in words[4][MOST], for the lower keys of a square
     for (i64 l = 0; l < LANES; l++) {
         const i64 i = q0 + l;
         index[l] = (i32)((i >> 3 & 1) * 2 * MOST + (i >> 4) * 8 + (i & 7) - first_row);
@@ -204,7 +205,7 @@ inline void keep_tile(const Problem& p, i64 b, i64 h, i64 q0, i64 kv0, i64 n, ui
                 for (i64 odd = 0; odd < 2; odd++) {
                     const i64 j = square + 2 * c + 8 * upper + odd - kv0;
                     if (j < 0 || j >= n) continue;
-                    for (i64 l = 0; l < LANES; l++) kept[j * LANES + l] = (i64)(words[index[l] + upper * MOST] >> (16 * odd) & 0xffff) >= p.threshold;
+                    for (i64 l = 0; l < LANES; l++) keep[j * LANES + l] = (i64)(words[index[l] + upper * MOST] >> (16 * odd) & 0xffff) >= p.dropout_threshold;
                 }
         }
 }

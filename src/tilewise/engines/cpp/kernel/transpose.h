@@ -1,12 +1,12 @@
-// Squares of numbers turned over in registers.
+// Square matrices transposed in registers, and horizontal sums.
 #pragma once
 #include "vectors.h"
 
-constexpr int SIDE = WIDTH<float>;  // of a square of 32-bit numbers
+constexpr int SIDE = WIDTH<float>;  // of a square of 32-bit words
 typedef u32 words __attribute__((vector_size(VECTOR_BYTES)));
 
 #ifndef __clang__
-// Which lanes of two rows a step exchanges: blocks of `s` lanes of one against the next of the other.
+// The shuffles of one butterfly step, which swaps blocks of `s` lanes between two rows.
 struct Exchange {
     words low, high;
 };
@@ -49,8 +49,8 @@ template <int S> INLINE void add_halves(vec<float>* row) {
     for (int i = 0; i < S; i++) row[i] = __builtin_shuffle(row[i], row[i + S], e.low) + __builtin_shuffle(row[i], row[i + S], e.high);
 }
 
-// The sum of each of SIDE vectors, in its lane: halves are added to halves.
-INLINE void sums_of(vec<float>* row, float* to) {
+// to[i] = the sum of vector i, for SIDE vectors, by repeatedly adding halves.
+INLINE void horizontal_sums(vec<float>* row, float* to) {
     if constexpr (SIDE > 8) add_halves<8>(row);
     if constexpr (SIDE > 4) add_halves<4>(row);
     add_halves<2>(row);
@@ -58,7 +58,7 @@ INLINE void sums_of(vec<float>* row, float* to) {
     store(to, row[0]);
 }
 #else
-INLINE void sums_of(vec<float>* row, float* to) {
+INLINE void horizontal_sums(vec<float>* row, float* to) {
     for (int i = 0; i < SIDE; i++) {
         float sum = 0;
         for (int l = 0; l < SIDE; l++) sum += row[i][l];
@@ -71,7 +71,7 @@ inline void transpose_square(const u32* from, i64 from_row, u32* to, i64 to_row)
 }
 #endif
 
-INLINE void sums_of(vec<double>* row, double* to) {
+INLINE void horizontal_sums(vec<double>* row, double* to) {
     for (int i = 0; i < WIDTH<double>; i++) {
         double sum = 0;
         for (int l = 0; l < WIDTH<double>; l++) sum += row[i][l];

@@ -1,4 +1,4 @@
-// Vectors of the machine's width, written with the vector extensions that GCC and clang share.
+// Vectors of the machine's width, by the vector extensions that GCC and clang share.
 #pragma once
 #include <stdint.h>
 #include <limits>
@@ -28,4 +28,4 @@ template <typename T> constexpr int WIDTH = VECTOR_BYTES / sizeof(T);
 
 template <typename T> INLINE vec<T> load(const T* p) { vec<T> v; __builtin_memcpy(&v, p, sizeof v); return v; }
 template <typename T> INLINE void store(T* p, vec<T> v) { __builtin_memcpy(p, &v, sizeof v); }
-template <typename T> INLINE vec<T> spread(T x) { return x - vec<T>{}; }  // x in every lane; x - 0 is x, its NaN and sign of zero included
+template <typename T> INLINE vec<T> broadcast(T x) { return x - vec<T>{}; }  // x in every lane; x - 0 preserves NaN and the sign of zero

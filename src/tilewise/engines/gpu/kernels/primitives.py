@@ -305,3 +305,122 @@ else:
         tl.inline_asm_elementwise(  # compiler.RED_ADD is part of this text
             "{ red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r", [address, b_x], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def log10(x):
+        return tl.log2(x) * 0.30102999566398120
+
+    @triton.jit
+    def log1p(x):
+        """log(1 + x), corrected for what 1 + x has lost of x."""
+        y = 1.0 + x
+        return tl.where((y == 1.0) | (y == float("inf")), x, tl.log(y) * (x / (y - 1.0)))
+
+    @triton.jit
+    def expm1(x):
+        """exp(x) - 1, corrected for what exp(x) has lost of x."""
+        y = tl.exp(x)
+        far = (tl.abs(x) > 1.0) | (x != x)
+        return tl.where(far, y - 1.0, tl.where(y == 1.0, x, (y - 1.0) * (x / tl.log(y))))
+
+    @triton.jit
+    def sinh(x):
+        """Far from 0 by the exponential of half of x, which does not overflow before the result does."""
+        b_half = tl.exp(0.5 * tl.abs(x))
+        far = 0.5 * b_half * b_half - 0.5 / (b_half * b_half)
+        return tl.where(tl.abs(x) < 1.0, 0.5 * (expm1(x) - expm1(-x)), tl.where(x < 0, -far, far))
+
+    @triton.jit
+    def cosh(x):
+        b_half = tl.exp(0.5 * tl.abs(x))
+        return 0.5 * b_half * b_half + 0.5 / (b_half * b_half)
+
+    @triton.jit
+    def tan(x):
+        return tl.sin(x) / tl.cos(x)
+
+    @triton.jit
+    def atan(x):
+        """Good to float32: Cephes' polynomial between -tan(pi/8) and tan(pi/8), to which other numbers are brought."""
+        far = tl.abs(x) > 2.414213562373095
+        between = tl.abs(x) > 0.4142135623730950
+        y = tl.where(far, -1.0 / tl.abs(x), tl.where(between, (tl.abs(x) - 1.0) / (tl.abs(x) + 1.0), tl.abs(x)))
+        z = y * y
+        polynomial = ((8.05374449538e-2 * z - 1.38776856032e-1) * z + 1.99777106478e-1) * z - 3.33329491539e-1
+        angle = polynomial * z * y + y + tl.where(far, 1.5707963267948966, tl.where(between, 0.7853981633974483, 0.0))
+        return tl.where(x < 0, -angle, tl.where(x == 0, x, angle))
+
+    @triton.jit
+    def atan2(y, x):
+        larger = tl.maximum(tl.abs(y), tl.abs(x), tl.PropagateNan.ALL)
+        smaller = tl.minimum(tl.abs(y), tl.abs(x), tl.PropagateNan.ALL)
+        angle = atan(tl.where(larger == 0, 0.0, tl.where(smaller == float("inf"), 1.0, smaller / larger)))
+        angle = tl.where(tl.abs(y) > tl.abs(x), 1.5707963267948966 - angle, angle)
+        angle = tl.where(x < 0, 3.141592653589793 - angle, angle)
+        return tl.where(y < 0, -angle, angle)
+
+    @triton.jit
+    def erfc(x):
+        return 1.0 - tl.erf(x)
+
+    @triton.jit
+    def fmod(x, y):
+        return x % y
+else:
+
+    @triton.jit
+    def log10(x):
+        return libdevice.log10(x)
+
+    @triton.jit
+    def log1p(x):
+        return libdevice.log1p(x)
+
+    @triton.jit
+    def expm1(x):
+        return libdevice.expm1(x)
+
+    @triton.jit
+    def sinh(x):
+        return libdevice.sinh(x)
+
+    @triton.jit
+    def cosh(x):
+        return libdevice.cosh(x)
+
+    @triton.jit
+    def tan(x):
+        return libdevice.tan(x)
+
+    @triton.jit
+    def atan(x):
+        return libdevice.atan(x)
+
+    @triton.jit
+    def atan2(y, x):
+        return libdevice.atan2(y, x)
+
+    @triton.jit
+    def erfc(x):
+        return libdevice.erfc(x)
+
+    @triton.jit
+    def fmod(x, y):
+        """Exact; Triton's own % of floats is not."""
+        return libdevice.fmod(x, y)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), and x itself from where torch takes it."""
+    return tl.where(x > 20.0, x, log1p(tl.exp(x)))
+
+
+@triton.jit
+def logaddexp(x, y):
+    """log(exp(x) + exp(y)); equal ones may be infinite."""
+    largest = tl.maximum(x, y, tl.PropagateNan.ALL)
+    return largest + tl.where(x == y, 0.6931471805599453, log1p(tl.exp(-tl.abs(x - y))))

@@ -21,7 +21,7 @@ from tilewise.engines.gpu.kernels.primitives import (
     run_of,
     store_rows,
 )
-from tilewise.engines.triton import launches
+from tilewise.engines.triton import config
 
 # -- before: delta ---------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def bwd_preprocess(tensors, args, C: tl.constexpr):
 # product delivers them almost for free: [N, 16] @ [16, M], with each number as a sum of three 16-bit terms, exact to 24 bits. With a fourth term of 1, the
 # same product subtracts FAR from the scores of keys past the end. Those keys add nothing to dQ, because their k is 0, unless 2^score is infinite.
 FAR: tl.constexpr = tl.constexpr(60000.0)
-SHIFT_TERMS: tl.constexpr = tl.constexpr(launches.SHIFT_TERMS)
+SHIFT_TERMS: tl.constexpr = tl.constexpr(config.SHIFT_TERMS)
 
 
 @triton.jit

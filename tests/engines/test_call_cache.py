@@ -1,4 +1,4 @@
-"""Calls that are remembered: found again when nothing that matters has changed, and never otherwise."""
+"""The call cache: a call is found again when nothing that matters has changed, and never otherwise."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Entries that are known by what they were made of."""
+"""WeakCache: values found by a key and by the identity of the objects they were made from."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor

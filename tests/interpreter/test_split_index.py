@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilewise import scores
 from tilewise.core.problem import Options, make_problem
-from tilewise.engines.gpu.mods import mod_arguments, score_of, slope_of
+from tilewise.engines.gpu.mods import dscore_of, mod_arguments, score_of
 
 QUERIES, KEYS, TILE = 200, 300, 64
 SLOPES = torch.tensor([0.25, 0.0625])
@@ -51,12 +51,12 @@ def both(p_whole, p_parts, p_score, h, m0, n0, n_q, n_kv, score, WHOLE: tl.const
     tl.store(p_parts + place, b_parts + b_s * 0)
 
 
-@pytest.mark.parametrize("function", [score_of, slope_of])
+@pytest.mark.parametrize("function", [score_of, dscore_of])
 @pytest.mark.parametrize("name", SCORES)
 def test_parts_are_the_whole(name: str, function: Callable[..., Any]) -> None:
     q, kv = (torch.zeros((1, 2, n, 16), dtype=torch.float16) for n in (QUERIES, KEYS))
     p = make_problem(q, kv, kv, None, SCORES[name], Options())[0]
-    whole, parts = (function(p, in_parts=flag) for flag in (False, True))
+    whole, parts = (function(p, split_index=flag) for flag in (False, True))
     if whole is None:  # a score that only adds has no slope
         assert parts is None
         return
@@ -73,9 +73,9 @@ def test_parts_are_the_whole(name: str, function: Callable[..., Any]) -> None:
 def test_loads_are_kept_inside_only_past_the_end() -> None:
     q, kv = (torch.zeros((1, 2, n, 16), dtype=torch.float16) for n in (QUERIES, KEYS))
     p = make_problem(q, kv, kv, None, SCORES["a bias of keys"], Options())[0]
-    whole, parts = (score_of(p, in_parts=flag) for flag in (False, True))
+    whole, parts = (score_of(p, split_index=flag) for flag in (False, True))
     assert whole is not None and parts is not None and "tl.minimum" not in whole.source
     inside, anywhere = parts.source.split("def anywhere")
     assert "tl.minimum" not in inside and "tl.minimum" in anywhere
-    plain = score_of(make_problem(q, kv, kv, None, SCORES["alibi"], Options())[0], in_parts=True)
+    plain = score_of(make_problem(q, kv, kv, None, SCORES["alibi"], Options())[0], split_index=True)
     assert plain is not None and "anywhere" not in plain.source

@@ -1,4 +1,4 @@
-"""What mask tensors are read as, and that no reading is ever stale."""
+"""How mask tensors are simplified, and that no cached reading is ever stale."""
 
 import gc
 import weakref

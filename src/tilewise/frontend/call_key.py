@@ -1,0 +1,164 @@
+"""What a call is known by in the call cache.
+
+Everything that the checks, the tracing and the choice of an engine depend on: shapes, strides, dtypes, alignment, options, torch's switches,
+whether gradients are wanted, and the mask and score functions. A function is known by its code and by what its closure, defaults and
+globals hold: numbers by value, tensors by identity, address, shape, strides, dtype and requires_grad. What cannot be known that way (an object
+with attributes, a list, a module, a function that computes with tensors while it is traced) has no key, and such a call is traced and
+planned every time. What tensors *contain* is no part of it: maps made from that have a key of their own (core/map_cache.py).
+"""
+
+import math
+import operator
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from tilewise.core.problem import Options
+from tilewise.core.tf32 import allows_tf32
+from tilewise.engines.base import PLAIN
+from tilewise.masks import Mask
+from tilewise.scores import Score, Sinks
+from tilewise.tiles import TileMap
+
+MAX_CODES = 512  # whose names are remembered
+MAX_DEPTH = 8  # functions within functions
+VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
+CONSTANT_MODULES = (torch, math, operator, torch.nn.functional)
+
+
+class CallKey(NamedTuple):
+    """What a call is known by, and the tensors, maps and code objects that its mask and score hold: found by id, so identity is checked too."""
+
+    key: tuple[Any, ...]
+    held: tuple[Any, ...]
+
+
+_kinds: dict[torch.device, str] = {}
+_names_of: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
+
+
+def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool) -> CallKey | None:
+    """What a call is known by; None if it cannot be."""
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None:
+        return None
+    device, dtype = query.device, query.dtype
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN) or forward_ad._current_level >= 0:
+        return None
+    if key.dtype is not dtype or value.dtype is not dtype or key.device != device or value.device != device:
+        return None
+    shape, kv_shape = query.shape, key.shape
+    if len(shape) != 4 or shape[0] != kv_shape[0]:
+        return None
+    kind = _kinds.get(device) or _kinds.setdefault(device, device.type)  # to ask a device for its type takes longer
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not dtype:
+        return None
+    known: tuple[Any, ...] = (
+        backend,
+        needs_lse,
+        device,
+        dtype,
+        options[:5],
+        options.seed is None,
+        torch.are_deterministic_algorithms_enabled(),
+        dtype is torch.float32 and allows_tf32(),
+        shape,
+        query.stride(),
+        kv_shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        query.data_ptr() & 15,
+        key.data_ptr() & 15,
+        value.data_ptr() & 15,
+        torch.is_grad_enabled(),
+        query.requires_grad,
+        key.requires_grad,
+        value.requires_grad,
+    )
+    if mask is None and score is None:
+        return CallKey(known, ())
+    parts: list[Any] = [known]
+    held: list[Any] = []
+    if _add(mask, parts, held, MAX_DEPTH) and _add(score, parts, held, MAX_DEPTH):
+        return CallKey(tuple(parts), tuple(held))
+    return None
+
+
+def _add(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
+    """Add what a value is known by; False if that cannot be told."""
+    kind = type(value)
+    parts.append(kind)
+    if kind in VALUES:
+        parts.append(repr(value) if kind is float and value == 0.0 else value)  # 0.0 == -0.0
+        return True
+    if kind is FunctionType:
+        return depth > 0 and _add_function(value, parts, held, depth - 1)
+    if kind in PLAIN:
+        if value.is_inference() or (depth == MAX_DEPTH and value.is_floating_point()):  # an additive mask: its contents decide how it is read
+            return False
+        parts += (id(value), value.data_ptr(), value.shape, value.stride(), value.dtype, value.requires_grad)
+        held.append(value)
+        return True
+    if kind is TileMap:
+        parts.append(id(value))
+        held.append(value)
+        return True
+    if kind is Sinks:
+        return _add(value.logits, parts, held, depth - 1)
+    if kind is Mask:
+        parts.append(value.grid)
+        return _add(value.function, parts, held, depth)
+    if kind is Score:
+        return _add(value.function, parts, held, depth)
+    if kind is tuple or (kind is list and depth == MAX_DEPTH):  # a list only of scores: any other may change
+        parts.append(len(value))
+        return depth > 0 and all([_add(v, parts, held, depth if depth == MAX_DEPTH else depth - 1) for v in value])
+    if kind is partial:
+        parts += (len(value.args), *value.keywords)
+        return all([_add(v, parts, held, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])
+    return False
+
+
+def _add_function(function: FunctionType, parts: list[Any], held: list[Any], depth: int) -> bool:
+    code = function.__code__
+    parts.append(id(code))  # to hash a code object takes longer than all the rest
+    held.append(code)
+    for cell in function.__closure__ or ():
+        try:
+            found = cell.cell_contents
+        except ValueError:  # not yet assigned
+            return False
+        if not _add(found, parts, held, depth):
+            return False
+    for default in function.__defaults__ or ():
+        if not _add(default, parts, held, depth):
+            return False
+    if function.__kwdefaults__:
+        return False
+    known = _names_of.get(id(code))
+    if known is None or known[0] is not code:
+        if len(_names_of) >= MAX_CODES:
+            _names_of.clear()
+        known = _names_of[id(code)] = (code, tuple(sorted(_global_names(code))))
+    for name in known[1]:
+        found = function.__globals__.get(name, _names_of)
+        if found is _names_of:  # a builtin, or an attribute's name
+            continue
+        if type(found) is ModuleType:
+            if found not in CONSTANT_MODULES:
+                return False
+        elif not _add(found, parts, held, depth):
+            return False
+    return True
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Names a function may look up outside itself; those of the functions it makes included."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return set(code.co_names).union(*[_global_names(c) for c in inner])

@@ -1,0 +1,27 @@
+"""A score by each function of torch in Triton's interpreter, gradients included."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.support.contributing import check_example
+from tests.support.operation_scores import SCORES
+
+
+def computed(name: str, engine: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn((1, 1, 24, 16), generator=generator).half().to(dtype).requires_grad_() for _ in range(3)]
+    out = tw.attention(*inputs, score=SCORES[name], backend=engine)
+    return out.detach(), *torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=generator).half().to(dtype))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_agrees_with_the_reference(name: str) -> None:
+    wanted = computed(name, "reference", torch.float64)
+    for dtype, close in ((torch.float32, 2e-5), (torch.float16, 4e-3)):
+        for found, exact in zip(computed(name, "triton", dtype), wanted, strict=True):
+            assert float((found.double() - exact).norm() / exact.norm()) < close
+
+
+def test_the_example_of_contributing() -> None:
+    check_example("triton")
