@@ -67,14 +67,17 @@ def test_the_backwards_loop_waits_only_where_it_must(mask: object, dim: int) -> 
     ],
 )
 def test_every_variant_compiles(asked: dict[str, object]) -> None:
-    from tilewise.engines.gluon import aot, refuse_backward
-    from tilewise.engines.gpu.launch import load_or_build, request_of
+    from tilewise.engines.gluon import aot
+    from tilewise.engines.gluon.refusals import refuse_backward
+    from tilewise.engines.gpu.kernel_cache import load_or_build
+    from tilewise.engines.gpu.launch import request_of
 
     p = problem(**asked)
     launches = aot.forward_launches(p) + (aot.backward_launches(p) if refuse_backward(p, learns=False) is None else [])
-    assert len(launches) == (7 if p.mask is not None else 5)  # a mask has stencils, of either pass
-    for launch in launches:
-        assert load_or_build(request_of(launch()[0], 90))["cubin"]
+    assert len(launches) == (7 if p.mask is not None else 5)  # a mask has bits, of either pass
+    for make in launches:
+        launch = make()[0]
+        assert load_or_build(request_of(launch, 90), launch.table)["cubin"]
 
 
 @pytest.mark.parametrize(
