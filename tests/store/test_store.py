@@ -20,7 +20,7 @@ PARTS = {"facts": b"{}", "cubin": bytes(range(256)) * 40}
 # Builds the same entry, slowly, and says whether it had to.
 BUILDER = """
 import sys, time
-from tilewise import store
+from tilewise.core import store
 key, parts = sys.argv[1], {"facts": b"{}", "cubin": bytes(range(256)) * 40}
 with store.building(key):
     if store.read(key) is None:

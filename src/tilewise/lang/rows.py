@@ -51,7 +51,8 @@ class Row(Incomplete):
         self.index = index
 
     def __getitem__(self, index: Any) -> "Symbol | Row":
-        return self.tracer.load(self.tensor, self.index + (index if isinstance(index, tuple) else (index,)))
+        loaded: Symbol | Row = self.tracer.load(self.tensor, self.index + (index if isinstance(index, tuple) else (index,)))
+        return loaded
 
     def __mul__(self, other: Any) -> "RowProduct":
         return RowProduct(self, other)

@@ -272,7 +272,8 @@ def filled(
     if len(shape) != 0:
         raise refuse(f"a tensor of shape {shape} is made; a mask or score sees one element at a time, so make it outside")
     number = Symbol(input.tracer, input.tracer.operand(fill_value))
-    return converter(input.dtype if dtype is None else dtype)(number)
+    converted: Symbol = converter(input.dtype if dtype is None else dtype)(number)
+    return converted
 
 
 def filled_like(

@@ -275,5 +275,5 @@ def heads_per_group(p: Problem, schedule: HopperSchedule) -> int:
         return 1
     share = min(1.0, 2 * schedule.density)  # causal maps visit half of the tiles, and all keys
     bytes_of_head = max(1.0, share * p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size())
-    at_once = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
+    at_once: int = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
     return min(at_once, p.batch * p.kv_heads)
