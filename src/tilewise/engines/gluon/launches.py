@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import asdict, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
 from tilewise.engines.gpu.config import padded_dim
 from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
 from tilewise.engines.gpu.launch import Launch, TmaTensor
+from tilewise.engines.gpu.limits import sm_count
 from tilewise.engines.gpu.mods import dscore_of, mask_of, mod_arguments, scales, score_of
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
@@ -261,12 +261,6 @@ def bwd_postprocess_launch(p: Problem, tensors: PostprocessTensors) -> Launch:
         4,
         1,
     )
-
-
-@lru_cache(maxsize=64)
-def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU: as many persistent programs are launched."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def heads_per_group(p: Problem, schedule: HopperSchedule) -> int:

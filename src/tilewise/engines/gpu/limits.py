@@ -3,7 +3,9 @@
 import importlib.metadata
 import importlib.util
 import os
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from tilewise.core.problem import Problem
@@ -13,6 +15,7 @@ MAX_TILE_SPAN = 2**30  # elements from the first to the last of a tile: kernels 
 SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024}  # bytes a thread block may have, by architecture
 MIN_SHARED_MEMORY = 99 * 1024  # on all other GPUs
 OLDEST_TRITON = (3, 3)
+INTERPRETED_SMS = 4
 
 
 def shared_memory(arch: int) -> int:
@@ -50,3 +53,9 @@ NO_TRITON = triton_older_than(OLDEST_TRITON)
 def interpreted() -> bool:
     """Triton's interpreter runs kernels on the CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@lru_cache(maxsize=64)
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few for Triton's interpreter, so that small tests split their keys."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED_SMS

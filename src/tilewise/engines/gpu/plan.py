@@ -24,6 +24,7 @@ class ForwardPass(Protocol):
 
 
 FORWARD = "forward"
+MAX_PASSES = 32  # of one plan: saved tensors that come back elsewhere every time must not pile them up
 Pass = TypeVar("Pass")
 
 
@@ -50,6 +51,8 @@ class GpuPlan(Plan):
         state = contents, tuning.state()
         found = self._passes.get(name)
         if found is None or found[1] != state or contents is None:
+            if len(self._passes) >= MAX_PASSES:
+                self._passes.clear()
             found = self._passes[name] = (make(), state)
         made: Pass = found[0]
         return made

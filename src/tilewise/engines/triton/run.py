@@ -1,7 +1,6 @@
 """How a problem becomes launches of the Triton kernels: a pass prepares them once, and runs them for every call like the first."""
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from tilewise.engines.gpu.bwd_chunks import chunking, chunks, sums_rows
 from tilewise.engines.gpu.config import padded_dim
 from tilewise.engines.gpu.decoding import is_decoding
 from tilewise.engines.gpu.launch import prepare
-from tilewise.engines.gpu.limits import MAX_TILE_SPAN, tile_span
+from tilewise.engines.gpu.limits import MAX_TILE_SPAN, sm_count, tile_span
 from tilewise.engines.gpu.mods import gain_of
 from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
 from tilewise.engines.gpu.tile_classifier import kernel_map
@@ -25,7 +24,7 @@ from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS
 
-PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT, INTERPRETED_SMS = 2, 2, 4, 4
+PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT = 2, 2, 4
 
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
@@ -273,9 +272,3 @@ def split_count(p: Problem) -> int:
     tiles = -(-p.kv_len // table_config("decode", p).n)
     wanted = -(-PROGRAMS_PER_SM * sm_count(p.device) // (p.batch * p.kv_heads))
     return max(1, min(max(wanted, MIN_SPLITS), tiles // TILES_PER_SPLIT, MAX_SPLITS))
-
-
-@lru_cache(maxsize=64)
-def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED_SMS
