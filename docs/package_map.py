@@ -35,7 +35,7 @@ LAYERS = {
     "engines.gluon": "Hopper kernels: TMA, wgmma, warp specialisation",
     "engines": "the ordered list of engines; eager autograd and the torch operator around them",
     "frontend": "dispatch, call cache, token order, packing, mask tensors, block masks, interception",
-    "attention": "attention(): the way of one call",
+    "attention": "attention(): the path of a call",
     "flex": "torch FlexAttention's interface",
     "varlen": "packed sequences",
     "functional": "torch SDPA's interface",

@@ -1,4 +1,4 @@
-"""attention(): the way of one call, from its arguments to an engine (docs/architecture.md)."""
+"""attention(): the path of a call, from its arguments to an engine (docs/architecture.md)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +47,8 @@ def attention(
     scale               1 / sqrt(head dim) unless given.
     dropout_p, seed     dropout of the weights; the same seed drops the same elements on every engine.
     enable_gqa          allow fewer key heads than query heads.
-    backend             "auto", "flex", "flash", "native", "math", or an engine's name; see tilewise.backends().
+    is_causal           adds masks.causal to whatever mask is given: query i attends to keys 0 to i.
+    backend             an intent ("auto", "flex", "flash", "math") or an engine's name; see tilewise.backends().
     return_lse          also return the logarithm of each row's sum of exponentials, (batch, heads, queries); differentiable.
     deterministic       bitwise repeatable gradients; torch's own switch unless given.
 
@@ -80,9 +81,9 @@ def _as_bhsd(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int 
 
 
 def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool) -> Output:
-    """The way of one call on (batch, heads, sequence, head dim) tensors: normalise -> Problem -> choose -> plan -> run.
+    """One call on (batch, heads, sequence, head dim) tensors: look up -> Problem -> choose -> plan -> execute.
 
-    The call cache skips all but the last for a call like an earlier one. lse is empty where the engine returns none, and may be where it is not needed.
+    A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
     """
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
     call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)

@@ -6,8 +6,8 @@ What makes a repeated call quick is kept in three layers. Each has its key in on
     contents    core/map_cache.py              contents_key   -> tile maps, and the launches that hold a map's addresses
     structure   engines/gpu/kernel_cache.py    KernelRequest  -> compiled kernels
                 engines/triton/fitting.py      FitKey         -> tile sizes that fit the GPU
-                engines/gpu/mods.py            _function's    -> generated mask and score functions
-                engines/cpp/libraries.py                      -> compiled C++
+                engines/gpu/mods.py            key in _function -> generated mask and score functions
+                engines/cpp/libraries.py       Unit           -> compiled C++
 
 A plan lives as long as the cached call it belongs to, or for one call where that cannot be remembered.
 """

@@ -30,14 +30,14 @@ class Problem:
     key: Tensor
     value: Tensor
     mask: BoundProgram | None
-    tiles: TileMap | None  # only where the user gave a map
+    tiles: TileMap | None  # a map that the user gave
     score: BoundProgram | None
     sinks: Tensor | None  # [H] logits in the softmax's denominator
     scale: float
     dropout_p: float
     seed: Tensor | None  # one int64, where there is dropout
     deterministic: bool
-    dense_mask: Tensor | None = None  # the mask as SDPA takes it, for the engine that does: nothing reads it, and it is no part of `mask`
+    dense_mask: Tensor | None = None  # a mask tensor for engines with takes_dense_mask, unchanged: it is not traced, and no part of `mask`
     grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
 
     def replaced(self, **fields: Any) -> "Problem":
@@ -45,6 +45,11 @@ class Problem:
         other = object.__new__(Problem)
         other.__dict__.update(self.__dict__, **fields)
         return other
+
+    @property
+    def given_tiles(self) -> TileMap | None:
+        """A map that is itself the mask: what it leaves out is masked. Any other map only saves finding out what the mask says."""
+        return self.tiles if self.tiles is not None and self.tiles.given else None
 
     @property
     def batch(self) -> int:

@@ -26,7 +26,7 @@ class Engine(ABC):
     name: str
     summary: str
     serves: ClassVar[Mapping[str, int]] = {}  # the intents ("auto", "flex", ...) it may be chosen for, and its place in the order in which engines are asked
-    is_fused: ClassVar[bool] = True  # one kernel, which keeps masked NaNs out and is no slower than torch's SDPA
+    is_fused: ClassVar[bool] = True  # masked NaN stays out, and on a CPU it is at least as fast as torch's SDPA: native defers to it
     takes_dense_mask: ClassVar[bool] = False  # Problem.dense_mask
     looks_at_contents: ClassVar[bool] = False  # whether it serves a masked problem may depend on what the tensors hold: such a choice is not remembered
     is_torch_function: ClassVar[bool] = False  # forward() is made of torch's own operations: autograd and torch.compile see through it, backward() is theirs

@@ -32,7 +32,7 @@ def allowed(problem: Problem) -> Tensor | None:
     inside = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=problem.device)
     if problem.mask is not None:
         inside = torch.as_tensor(evaluate(problem.mask, indices(problem)), device=problem.device)
-    return inside if problem.tiles is None or not problem.tiles.given else _in_tiles(problem.tiles, inside, problem)
+    return inside if problem.given_tiles is None else _in_tiles(problem.given_tiles, inside, problem)
 
 
 def _in_tiles(tiles: TileMap, inside: Tensor, problem: Problem) -> Tensor:

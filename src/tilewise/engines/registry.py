@@ -1,4 +1,4 @@
-"""All engines, in the order in which they are tried: fastest first."""
+"""All engines. The order here is that of explain's table; the order in which dispatch asks them is Engine.serves."""
 
 from tilewise.engines.base import Engine
 from tilewise.engines.blocked import BlockedEngine

@@ -238,7 +238,7 @@ def is_decoding(p: Problem) -> bool:
     """Too few queries to fill a tile's lanes. Not if gradients are needed (the backward recomputes scores in the tiled summation order), nor if the map
     itself was given as tiles.
     """
-    return p.q_len <= MAX_DECODE_QUERIES and (p.tiles is None or not p.tiles.given) and not any([t.requires_grad for t in (p.query, p.key, p.value)])
+    return p.q_len <= MAX_DECODE_QUERIES and p.given_tiles is None and not any([t.requires_grad for t in (p.query, p.key, p.value)])
 
 
 def split_count(p: Problem) -> int:

@@ -15,7 +15,7 @@ from tilewise.engines.gluon.config import forward_config
 from tilewise.engines.gluon.patches import HEIGHT, grid_width
 from tilewise.engines.gluon.refusals import refuse_backward, refuse_problem
 from tilewise.engines.gluon.tile_schedule import too_many_mask_bits
-from tilewise.engines.gpu.engine import GpuEngine, KernelModule
+from tilewise.engines.gpu.engine import GpuEngine, PassModule
 from tilewise.engines.gpu.limits import interpreted, triton_older_than
 
 HOPPER = (9, 0)
@@ -62,7 +62,7 @@ class GluonEngine(GpuEngine):
             return None
         return (HEIGHT,)
 
-    def kernels(self) -> KernelModule:
+    def passes(self) -> PassModule:
         return _run()
 
     def background_builds(self) -> Any:
@@ -72,7 +72,7 @@ class GluonEngine(GpuEngine):
 
 
 @lru_cache(maxsize=1)
-def _run() -> KernelModule:
+def _run() -> PassModule:
     """The module that imports Triton."""
     from tilewise.engines.gluon import run
 

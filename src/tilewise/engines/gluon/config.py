@@ -80,8 +80,7 @@ def smem_dim(size: int) -> int:
 
 
 def forward_config(p: Problem) -> ForwardConfig:
-    given = p.tiles is not None and p.tiles.given
-    return _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), given, grid_width(p) is not None)
+    return _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), p.given_tiles is not None, grid_width(p) is not None)
 
 
 @lru_cache(maxsize=64)

@@ -22,11 +22,11 @@ def refuse_problem(p: Problem) -> str | None:
 def refuse_backward(p: Problem, learns: bool) -> str | None:
     """Why a backward is left to the Triton engine's kernels. `learns`: gradients of captured tensors are asked for."""
     if p.deterministic:
-        return "dQ is added up in any order here, and it must be the same every time"
+        return "dQ is added up atomically here, and it must be the same every time"
     if learns:
         return "a score's captured tensors want gradients"
-    if p.tiles is not None and p.tiles.given and any([given % own for given, own in zip(p.tiles.tile, backward_config(p).tile, strict=True)]):
-        return f"tiles of {p.tiles.tile} were given"
+    if p.given_tiles is not None and any([given % own for given, own in zip(p.given_tiles.tile, backward_config(p).tile, strict=True)]):
+        return f"tiles of {p.given_tiles.tile} were given"
     return None
 
 
@@ -55,12 +55,12 @@ def tma_can_load(t: Tensor) -> bool:
 
 
 def _tiles(p: Problem) -> str | None:
-    if p.tiles is None or not p.tiles.given:
+    if p.given_tiles is None:
         return None
-    wanted, given = forward_config(p).tile, p.tiles.tile
+    wanted, given = forward_config(p).tile, p.given_tiles.tile
     if given[0] % wanted[0] or given[1] % wanted[1]:
         return f"it needs given tiles that are multiples of {wanted}, got {given}"
-    geometry = p.tiles.geometry
+    geometry = p.given_tiles.geometry
     for name, index, own, tiled in (("batch elements", "b", p.batch, geometry.batch), ("heads", "h", p.heads, geometry.heads)):
         if p.mask is not None and index in p.mask.program.uses and tiled < own:
             return f"the given tiles are the same for all {name}, the mask inside them is not"

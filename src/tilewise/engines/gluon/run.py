@@ -51,8 +51,8 @@ class Forward:
 
 
 def counter(device: torch.device) -> Tensor:
-    """The number that programs draw their work from: 0 before and after every launch. Launches of one stream take turns with one;
-    a captured one brings its own, which is set to 0 within its graph."""
+    """The work counter of the persistent forward, 0 before and after every launch. One for each device and stream; a CUDA graph's capture gets its own,
+    zeroed inside the graph."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     stream = current_stream(index)
     if is_capturing(stream):

@@ -73,4 +73,4 @@ def dropout_arguments(p: Problem) -> dict[str, Any]:
 
 def mask_within_given_tiles(p: Problem) -> bool:
     """Whether the mask applies inside the partial ones of given tiles, and only there."""
-    return p.mask is not None and p.tiles is not None and p.tiles.given
+    return p.mask is not None and p.given_tiles is not None

@@ -16,7 +16,7 @@ def sums_rows(p: Problem) -> int:
 
 def padded_rows(p: Problem) -> int:
     """Rows of a head in tensors of our own, so that no tile of queries reaches into the next head."""
-    tile = p.tiles.tile[0] if p.tiles is not None and p.tiles.given else 1  # the last of given tiles may reach far past the end
+    tile = p.given_tiles.tile[0] if p.given_tiles is not None else 1  # the last of given tiles may reach far past the end
     return -(-(-(-p.q_len // tile) * tile) // 128) * 128
 
 

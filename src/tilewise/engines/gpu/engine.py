@@ -14,8 +14,8 @@ from tilewise.engines.gpu.build_queue import on_first_build
 from tilewise.engines.gpu.plan import GpuPlan
 
 
-class KernelModule(Protocol):
-    """The module with an engine's two passes, which imports Triton."""
+class PassModule(Protocol):
+    """An engine's run.py. Importing it imports what launches kernels."""
 
     def forward(self, p: Problem, plan: Any) -> Output: ...
 
@@ -26,7 +26,7 @@ class GpuEngine(Engine):
     """Kernels are launched on the current device, which need not be the tensors'. Triton is imported when the engine first serves a call."""
 
     @abstractmethod
-    def kernels(self) -> KernelModule: ...
+    def passes(self) -> PassModule: ...
 
     @abstractmethod
     def background_builds(self) -> Any:
@@ -38,16 +38,16 @@ class GpuEngine(Engine):
     def forward(self, problem: Problem, plan: Plan) -> Output:
         with on_first_build(lambda: self.background_builds().forward(problem)):
             if is_current(problem.device):
-                return self.kernels().forward(problem, plan)
+                return self.passes().forward(problem, plan)
             with torch.cuda.device(problem.device):
-                return self.kernels().forward(problem, plan)
+                return self.passes().forward(problem, plan)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         with on_first_build(lambda: self.background_builds().backward(problem, wanted)):
             if is_current(problem.device):
-                return self.kernels().backward(problem, plan, output, grad_out, grad_lse, wanted)
+                return self.passes().backward(problem, plan, output, grad_out, grad_lse, wanted)
             with torch.cuda.device(problem.device):
-                return self.kernels().backward(problem, plan, output, grad_out, grad_lse, wanted)
+                return self.passes().backward(problem, plan, output, grad_out, grad_lse, wanted)
 
 
 def is_current(device: torch.device) -> bool:

@@ -30,7 +30,8 @@ def mask_of(p: Problem) -> Generated | None:
 
 
 def score_of(p: Problem, split_index: bool = False) -> Generated | None:
-    """None where the scores are q.k times a number that may be applied last. Places of queries and keys may come in two parts (gluon/pieces.py)."""
+    """None where the score is q.k times a constant, which can be applied last. split_index: q and kv are passed as sums of two terms
+    (row_index and column_index in gluon/kernels/primitives.py)."""
     _, call, _ = _inner(p)
     if call is None or call.program.instructions[call.program.results[0]].op == "score":
         return None if _overall_scale(p) >= SMALLEST_SCALE else UNCHANGED
@@ -141,8 +142,8 @@ def _writer(program: Program, call: BoundProgram, extents: Extents, precise: boo
 
 
 def _scored(entry: str, source: Callable[[Writer, str], list[str]], program: Program, call: BoundProgram, p: Problem, split_index: bool) -> Generated:
-    """Scores of 16-bit inputs do not see the last bits. Places in parts may lie past the end: where that would need more (loads have to be kept
-    inside), there is one function for tiles that end before it and one for all."""
+    """Scores of 16-bit inputs do not see the last bits. With split_index, an index may lie past the end of the sequence: where loads would then have to be
+    clamped, two versions are generated, one for tiles that end before it and one for all."""
     precise = p.dtype == torch.float32
     inside = _writer(program, call, extents_of(p), precise, split_index)
     if split_index:

@@ -31,7 +31,7 @@ Pass = TypeVar("Pass")
 def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
     """The tensors whose contents decide which tiles are computed."""
     captures = () if p.mask is None else p.mask.captures
-    return captures if p.tiles is None or not p.tiles.given else (*captures, *p.tiles.tensors)
+    return captures if p.given_tiles is None else (*captures, *p.given_tiles.tensors)
 
 
 class GpuPlan(Plan):

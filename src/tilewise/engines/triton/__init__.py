@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewise.core.problem import Problem
-from tilewise.engines.gpu.engine import GpuEngine, KernelModule
+from tilewise.engines.gpu.engine import GpuEngine, PassModule
 from tilewise.engines.gpu.limits import NO_TRITON, interpreted, rows_too_far_apart, shared_memory
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,8 +38,8 @@ class TritonEngine(GpuEngine):
         far = rows_too_far_apart(problem)
         if far is not None:
             return far
-        if problem.tiles is not None and problem.tiles.given:
-            tile = problem.tiles.tile
+        if problem.given_tiles is not None:
+            tile = problem.given_tiles.tile
             if any([side % MIN_TILE for side in tile]):
                 return f"it needs given tiles that are multiples of {MIN_TILE}, got {tile}"
         return None
@@ -50,7 +50,7 @@ class TritonEngine(GpuEngine):
         config = table_config("sparse_fwd", problem)
         return config.m, config.n
 
-    def kernels(self) -> KernelModule:
+    def passes(self) -> PassModule:
         return _run()
 
     def background_builds(self) -> Any:
@@ -71,7 +71,7 @@ def too_wide(problem: Problem, arch: int) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _run() -> KernelModule:
+def _run() -> PassModule:
     """The module that imports Triton."""
     from tilewise.engines.triton import run
 

@@ -31,7 +31,7 @@ def forward_launches(p: Problem) -> list[Candidates]:
 
 def map_launches(p: Problem) -> list[Candidates]:
     """What makes the problem's tile map, the backward's too."""
-    if p.mask is None or (p.tiles is not None and p.tiles.given):
+    if p.mask is None or p.given_tiles is not None:
         return []
     states, numbers = torch.empty(1, dtype=torch.int8, device=p.device), torch.empty(1, dtype=torch.int64, device=p.device)
     return [lambda: [classify_launch(p, Geometry(p.batch, p.heads, p.q_len, p.kv_len, BLOCK), states, numbers)]]

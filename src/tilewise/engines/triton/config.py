@@ -55,7 +55,7 @@ def table_config(role: str, p: Problem) -> Config:
         if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
             config = BY_PRECISION.get(dot_precision(p.dtype), {}).get(role, {}).get(largest, config)
-    return config if p.tiles is None or not p.tiles.given else dividing(config, p.tiles.tile)
+    return config if p.given_tiles is None else dividing(config, p.given_tiles.tile)
 
 
 def is_miscompiled(role: str, config: Config, precision: str) -> bool:

@@ -79,4 +79,4 @@ def _for_trial(value: Any) -> list[Tensor | None]:
 
 
 def _given_tile(p: Problem) -> tuple[int, int] | None:
-    return p.tiles.tile if p.tiles is not None and p.tiles.given else None  # others are cut as the kernels like
+    return None if p.given_tiles is None else p.given_tiles.tile  # others are cut as the kernels like

@@ -86,7 +86,7 @@ class PreprocessArgs(NamedTuple):
     strides: PreprocessStrides
     n_heads: int
     n_q: int
-    unit: float  # what the shift's -lse is divided by
+    unit: float  # scale * log2(e) where -lse is added to q.k before it is scaled (no DSCORE), else 1
 
 
 @dataclass(frozen=True)

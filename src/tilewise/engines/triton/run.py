@@ -263,7 +263,7 @@ def fwd_role(p: Problem) -> str:
 
 def fwd_roles(p: Problem) -> tuple[str, ...]:
     """Those that may be taken."""
-    mapped = p.mask is not None and (p.tiles is None or not p.tiles.given)
+    mapped = p.mask is not None and p.given_tiles is None
     return ("fwd", "sparse_fwd") if mapped and table_config("sparse_fwd", p) != table_config("fwd", p) else ("fwd",)
 
 

@@ -176,7 +176,8 @@ def dscore_of_row(query, kv, bh, o_q, i_kv, applies, tensors, args, MASK: tl.con
 
 @triton.jit
 def dkdv_rows(head, schedule, i_b, i_hk, i_tile, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, C: tl.constexpr):
-    """dK = scale dscore^T Q and dV = P^T dO of a key tile's keys, over the query heads that share them. `head` are k, v, dK and dV of this key head."""
+    """dK = scale dscore^T Q and dV = dropout(P)^T dO of a key tile's keys, over the query heads that share them.
+    `head`: k, v, dK and dV of this key head."""
     M: tl.constexpr = C.value.m
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d

@@ -1,7 +1,9 @@
 """Device functions that kernels share.
 
 Names: p_ pointer, s_ stride, i_ index of a tile or head, o_ offsets of elements, b_ block in registers, n_ count. `bh` is (batch, query head).
-`args` and `mods` are NamedTuples of kernel_args.py. Scores are in base 2: with c = log2(e), exp(s - m) = 2^(c s - c m).
+`args` and `mods` are NamedTuples of kernel_args.py. Exponentials are in base 2: P = 2^(c s - c m), where c = mods.scale[1] is log2(e) times
+whatever factor of the scores was not applied before (gpu/mods.scales). MASK(...) returns integers, negative where an element is masked: masks
+combine by |, and & 0 switches one off.
 """
 
 import os
@@ -104,8 +106,8 @@ def dot_rows(b_x, b_y, PRECISION: tl.constexpr):
     elif b_x.shape[1] == 256:
         return dot_256(b_x, b_y, PRECISION)
     elif b_x.shape[1] == 512:
-        b_x0, b_x1 = halves(b_x)
-        b_y0, b_y1 = halves(b_y)
+        b_x0, b_x1 = split_even_odd(b_x)
+        b_y0, b_y1 = split_even_odd(b_y)
         return dot_256(b_x0, b_y0, PRECISION) + dot_256(b_x1, b_y1, PRECISION)
     else:
         return tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
@@ -114,8 +116,8 @@ def dot_rows(b_x, b_y, PRECISION: tl.constexpr):
 @triton.jit
 def dot_256(b_x, b_y, PRECISION: tl.constexpr):
     """x y^T over a head dim of 256, as two sums over 128."""
-    b_x0, b_x1 = halves(b_x)
-    b_y0, b_y1 = halves(b_y)
+    b_x0, b_x1 = split_even_odd(b_x)
+    b_y0, b_y1 = split_even_odd(b_y)
     return add_unfused(tl.dot(b_x0, tl.trans(b_y0), input_precision=PRECISION), 1.0, tl.dot(b_x1, tl.trans(b_y1), input_precision=PRECISION))
 
 
@@ -145,7 +147,7 @@ def add_unfused(b_x, factor, b_y):
 
 
 @triton.jit
-def halves(b_x):
+def split_even_odd(b_x):
     """The even columns and the odd ones."""
     return tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
 

@@ -23,14 +23,14 @@ from tilewise.engines.gpu.kernels.primitives import (
 )
 from tilewise.engines.triton import config
 
-# -- before: delta ---------------------------------------------------------------------------------------------------
+# -- bwd_preprocess ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def bwd_preprocess(tensors, args, C: tl.constexpr):
     """delta = sum over the head dim of dO * O, less dlse, of M rows of one (batch, head).
 
-    FOLDED also stores -lse / unit and -delta in a form that a product can add (`add_shift`). Both are made once here, not in every tile of `bwd`.
+    C.folded: also stores -lse / unit and -delta as 16-bit terms for `add_shift`, so that `bwd` need not split them in every tile.
     """
     M: tl.constexpr = C.value.m
     DV: tl.constexpr = C.value.dv
@@ -57,9 +57,9 @@ def bwd_preprocess(tensors, args, C: tl.constexpr):
         store_shift(tensors.shift + SHIFT_TERMS, o_row, inside, -b_delta, 0.0)
 
 
-# dkdv programs need lse and delta, one number per query, at every key of a transposed tile, where each thread would have to load a quarter of them. A
-# product delivers them almost for free: [N, 16] @ [16, M], with each number as a sum of three 16-bit terms, exact to 24 bits. With a fourth term of 1, the
-# same product subtracts FAR from the scores of keys past the end. Those keys add nothing to dQ, because their k is 0, unless 2^score is infinite.
+# dkdv programs hold transposed scores [N keys, M queries] and need lse and delta of every query in every row, which would cost each thread loads and
+# registers. A small product adds them instead: weights [N, 16] @ terms^T [16, M], with each number as the sum of three 16-bit terms, exact to 24 bits. A
+# fourth term subtracts FAR from the scores of keys past the end, so that their P is 0: their k is 0 as well, and 0 * inf must not reach dQ.
 FAR: tl.constexpr = tl.constexpr(60000.0)
 SHIFT_TERMS: tl.constexpr = tl.constexpr(config.SHIFT_TERMS)
 
