@@ -1,6 +1,8 @@
 """torch's FlexAttention interface, served by tilewise: code written for it runs after changing the import.
 
-from tilewise.flex import flex_attention, create_block_mask
+Example:
+
+    from tilewise.flex import flex_attention, create_block_mask
 """
 
 import inspect

@@ -249,6 +249,65 @@ def test_a_pass_is_prepared_again_when_tuning_went_on_or_contents_changed() -> N
     assert [prepared(), prepared()] == [5, 6]
 
 
+class Pass:
+    """A forward that counts how often it is run."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, *tensors: Any) -> str:
+        self.runs += 1
+        return "output"
+
+
+@pytest.mark.parametrize("kind", ["plain", "captured", "given map"])
+def test_replays_need_what_the_mask_depends_on_unchanged(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu.plan import FORWARD, GpuPlan
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    limit, tiles = torch.tensor(3), torch.tensor([[True, False], [True, True]])
+    bare = TileMap(Geometry(1, 1, 24, 24, (16, 16)), from_dense(tiles & False), from_dense(tiles), None, given=True)
+    mask: Any = {"plain": masks.causal, "captured": lambda b, h, q, kv: q - kv < limit, "given map": bare}[kind]
+    p = make_problem(*tensors(), mask, None, Options())[0]
+    plan, ready = GpuPlan(p), Pass()
+    plan.prepared(FORWARD, p, lambda: ready)
+    assert plan.replay(p.query, p.key, p.value, p.mask_sources) == "output" and ready.runs == 1
+    for changed in p.mask_sources[:1]:
+        changed += 0
+        assert plan.replay(p.query, p.key, p.value, p.mask_sources) is None
+    assert (kind == "plain") == (not p.mask_sources)
+
+
+def test_decoding_is_prepared_once_though_its_mask_moves_on() -> None:
+    """A cache that grows within its buffer: the kernel asks the mask itself, and no tile schedule is made from it."""
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu.plan import FORWARD, GpuPlan
+
+    length, key = torch.tensor(5), torch.zeros(1, 2, 128, 16)
+    p = make_problem(torch.zeros(1, 2, 1, 16), key, key, lambda b, h, q, kv: kv < length, None, Options())[0]
+    plan, made = GpuPlan(p), iter(range(10))
+    for _ in range(3):
+        assert plan.prepared(FORWARD, p, lambda: next(made)) == 0
+        length += 1
+
+
+def test_passes_do_not_pile_up_and_the_forward_stays() -> None:
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu.plan import FORWARD, MAX_PASSES, GpuPlan
+
+    p = make_problem(*tensors(), None, None, Options())[0]
+    plan = GpuPlan(p)
+    plan.prepared(FORWARD, p, lambda: "forward")
+    for n in range(3 * MAX_PASSES):
+        plan.prepared(("backward", n), p, lambda n=n: n)
+    assert len(plan._passes) == MAX_PASSES
+    assert plan.prepared(FORWARD, p, lambda: "again") == "forward"
+    assert plan.prepared(("backward", 3 * MAX_PASSES - 1), p, lambda: "again") == 3 * MAX_PASSES - 1
+
+
 def test_templates_of_rows_make_contiguous_tensors() -> None:
     from tilewise.engines.base import like_rows
 

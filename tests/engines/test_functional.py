@@ -185,3 +185,12 @@ def test_sdpa_kernel_refuses_what_it_does_not_know() -> None:
     for given in ([], [SDPBackend.OVERRIDEABLE]):
         with pytest.raises(tw.InputError, match="sdpa_kernel takes one or more of MATH, FLASH_ATTENTION"), sdpa_kernel(given):
             pass
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(8, 0), (0, 8)])
+def test_native_by_name_takes_mask_tensors_of_empty_problems_as_torch_does(queries: int, keys: int) -> None:
+    q, k, mask = torch.randn(1, 2, queries, 16), torch.randn(1, 2, keys, 16), torch.ones(queries, keys, dtype=torch.bool)
+    with tw.attention_backend("native"):
+        found = scaled_dot_product_attention(q, k, k, attn_mask=mask)
+    wanted = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+    torch.testing.assert_close(found, wanted, equal_nan=True)

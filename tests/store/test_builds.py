@@ -220,7 +220,7 @@ def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool
     """By name: a forward and a backward in which no kernel really starts, and the same problem without its data."""
     from tilewise.engines.gpu import background_build
     from tilewise.engines.gpu.kernel_cache import store_key
-    from tilewise.engines.gpu.launch import Launch, request_of
+    from tilewise.engines.gpu.launch import Launch, flat, request_of
     from tilewise.engines.gpu.plan import GpuPlan
     from tilewise.engines.triton import aot, fitting, run
 
@@ -229,11 +229,18 @@ def test_what_is_built_ahead_is_what_is_started(layout: str, deterministic: bool
     class Nothing:
         device = None
 
-        def launch(self, tensors: list[object]) -> None: ...
+        def __init__(self, launch: Launch) -> None:
+            self.declared = flat(launch.tensors)
+
+        def launch(self, tensors: list[torch.Tensor | None]) -> None:
+            """In the order that the launch declared."""
+            kinds = lambda listed: [None if t is None else (t.shape, t.dtype) for t in listed]
+            assert kinds(tensors) == kinds(self.declared)
+            assert all([a is b for a, b in zip(tensors, self.declared, strict=True) if any([a is t for t in (p.query, p.key, p.value)])])
 
     def prepare(launch: Launch, device: torch.device) -> Nothing:
         started.append(store_key(request_of(launch, 90)))
-        return Nothing()
+        return Nothing(launch)
 
     for module in (run, fitting):
         monkeypatch.setattr(module, "prepare", prepare)

@@ -20,6 +20,6 @@ from tilewise.core.output import Output
 class Plan:
     """What one engine has prepared for calls that are alike. Engines that prepare nothing use this one."""
 
-    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_captures: tuple[Tensor, ...]) -> Output | None:
-        """The forward of a call like an earlier one, from its tensors alone; None where the call has to go through the engine."""
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
+        """The forward of a call like an earlier one, from its tensors alone (`mask_sources` as Problem has them); None where the engine has to run."""
         return None

@@ -52,6 +52,11 @@ class Problem:
         return self.tiles if self.tiles is not None and self.tiles.given else None
 
     @property
+    def mask_sources(self) -> tuple[Tensor, ...]:
+        """The tensors whose contents the mask depends on."""
+        return mask_sources(self.mask, self.tiles)
+
+    @property
     def batch(self) -> int:
         return self.query.shape[0]
 
@@ -117,6 +122,11 @@ class Problem:
         return f"{tuple(self.query.shape)}{kv} {str(self.dtype).removeprefix('torch.')} on {self.device.type}"
 
 
+def mask_sources(mask: BoundProgram | None, tiles: TileMap | None) -> tuple[Tensor, ...]:
+    captures = () if mask is None else mask.captures
+    return captures if tiles is None or not tiles.given else (*captures, *tiles.tensors)
+
+
 CAUSAL_TEXT = trace_mask(causal.function).program.text
 
 
@@ -148,9 +158,9 @@ def make_problem(
     query, key, value = autocast(query, key, value)
     key, value = broadcast_batch(query, key, value)
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
     if 0 in extent:  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
         mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
-    dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
     check_covers([mask, *as_scores(score)], extent)
     reading = read_mask(mask, extent, query.device)
     call, name = reading.call, reading.name

@@ -36,6 +36,8 @@ class NativeEngine(Engine):
     looks_at_contents = True
 
     def refuse(self, problem: Problem) -> str | None:
+        if problem.dense_mask is not None:  # asked for by name, with a mask for SDPA itself: what it cannot do it says
+            return None
         if problem.score is not None or problem.sinks is not None:
             return "SDPA takes no score function or sinks"
         if problem.tiles is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.core.map_cache import maps
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Options, Problem, seed_tensor
+from tilewise.core.problem import Options, Problem, mask_sources, seed_tensor
 from tilewise.core.weak_cache import WeakCache
 from tilewise.engines import Engine, Output
 from tilewise.frontend.call_key import CallKey
@@ -58,7 +58,9 @@ class CachedCall(NamedTuple):
         """The forward straight from the plan, where no gradient is wanted and nothing has to be bound but the tensors; else None."""
         if self.trains or self.permutation is not None:
             return None
-        return self.plan.replay(query, k, value, tuple([key.held[n] for n in self.mask]))
+        tiles = None if self.tiles is None else key.held[self.tiles]
+        sources = tuple([key.held[n] for n in self.mask]) if tiles is None else mask_sources(tiles.mask, tiles)
+        return self.plan.replay(query, k, value, sources)
 
     def plan_for(self, permuted: Problem) -> Plan:
         """The plan of the problem in the order of its permutation."""

@@ -64,6 +64,7 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
         device,
         dtype,
         options[:5],
+        repr(options.scale) if options.scale == 0.0 else None,  # 0.0 == -0.0
         options.seed is None,
         torch.are_deterministic_algorithms_enabled(),
         dtype is torch.float32 and allows_tf32(),

@@ -1,7 +1,9 @@
 """diffusers: tilewise as a backend of its attention dispatcher.
 
-tilewise.integrations.diffusers.register()
-with attention_backend("tilewise"): ...          # or model.set_attention_backend("tilewise")
+Example:
+
+    tilewise.integrations.diffusers.register()
+    with attention_backend("tilewise"): ...          # or model.set_attention_backend("tilewise")
 """
 
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 """SimpleTuner: `"attention_mechanism": "tilewise"` in its config.json, and `"flex"` served by tilewise.
 
-tilewise.integrations.simpletuner.register()      # before the trainer starts
+Example:
+
+    tilewise.integrations.simpletuner.register()      # before the trainer starts
 """
 
 from collections import Counter

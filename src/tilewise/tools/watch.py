@@ -1,8 +1,10 @@
 """watch(): which engine every attention layer of a model really used, and which layers bypass tilewise.
 
-with tilewise.watch(model) as w:
-    model(x)
-print(w)
+Example:
+
+    with tilewise.watch(model) as w:
+        model(x)
+    print(w)
 """
 
 import threading

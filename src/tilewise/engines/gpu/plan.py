@@ -11,6 +11,7 @@ from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import tuning
+from tilewise.engines.gpu.decoding import is_decoding
 
 
 class ForwardPass(Protocol):
@@ -29,16 +30,16 @@ Pass = TypeVar("Pass")
 
 
 def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
-    """The tensors whose contents decide which tiles are computed."""
-    captures = () if p.mask is None else p.mask.captures
-    return captures if p.given_tiles is None else (*captures, *p.given_tiles.tensors)
+    """The tensors whose contents decide which tiles are computed. Decoding has no tile schedule: its kernel asks the mask itself."""
+    return () if is_decoding(p) else p.mask_sources
 
 
 class GpuPlan(Plan):
     """Passes by what their launches depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
     A pass is prepared again when the contents of a tensor that the mask loads from, or of a given tile map, have changed, because its launches hold the
-    addresses of a tile schedule made from them, and when tuning may have found a better configuration. Nothing else can change under an equal call key.
+    addresses of a tile schedule made from them, and when tuning may have found a better configuration. Nothing else can change under an equal call key, which
+    covers the addresses of all captures too.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -51,19 +52,19 @@ class GpuPlan(Plan):
         state = contents, tuning.state()
         found = self._passes.get(name)
         if found is None or found[1] != state or contents is None:
-            if len(self._passes) >= MAX_PASSES:
-                self._passes.clear()
+            if name not in self._passes and len(self._passes) >= MAX_PASSES:
+                del self._passes[next(oldest for oldest in self._passes if oldest != FORWARD)]
             found = self._passes[name] = (make(), state)
         made: Pass = found[0]
         return made
 
-    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_captures: tuple[Tensor, ...]) -> Output | None:
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
         found = self._passes.get(FORWARD)
         if found is None or not self._replays:
             return None
         forward: ForwardPass
         forward, (contents, tuned) = found
-        if contents is None or tuned != tuning.state() or (contents and contents != contents_key(mask_captures)):
+        if contents is None or tuned != tuning.state() or (contents and contents != contents_key(mask_sources)):
             return None
         if forward.device is None or forward.device != torch.cuda.current_device():
             return None
