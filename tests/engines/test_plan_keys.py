@@ -143,6 +143,14 @@ def test_positive_and_negative_zero_are_different_numbers() -> None:
         assert torch.equal(attend(0.0, engine), everything)
 
 
+def test_sizes_a_mask_is_made_for_are_checked_after_a_good_call_too() -> None:
+    """Both masks are the same function, q + 10 >= kv."""
+    query, key = torch.randn(1, 1, 30, 8), torch.randn(1, 1, 40, 8)
+    tw.attention(query, key, key, mask=masks.causal_lower_right(30, 40), backend="cpp")
+    with pytest.raises(tw.InputError, match="made for 10 queries"):
+        tw.attention(query, key, key, mask=masks.causal_lower_right(10, 20), backend="cpp")
+
+
 # -- contents --------------------------------------------------------------------------------------------------------
 
 

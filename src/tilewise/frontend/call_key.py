@@ -113,9 +113,10 @@ def _add(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
     if kind is Sinks:
         return _add(value.logits, parts, held, depth - 1)
     if kind is Mask:
-        parts.append(value.grid)
+        parts += (value.grid, value.covers)  # the sizes it is made for are checked once
         return _add(value.function, parts, held, depth)
     if kind is Score:
+        parts.append(value.covers)
         return _add(value.function, parts, held, depth)
     if kind is tuple or (kind is list and depth == MAX_DEPTH):  # a list only of scores: any other may change
         parts.append(len(value))
