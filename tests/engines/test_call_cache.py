@@ -249,6 +249,46 @@ def test_a_pass_is_prepared_again_when_tuning_went_on_or_contents_changed() -> N
     assert [prepared(), prepared()] == [5, 6]
 
 
+LIBRARY = {
+    "masks": [
+        masks.causal,
+        masks.causal_lower_right(64, 64),
+        masks.sliding_window(4),
+        masks.dilated_window(8, 2),
+        masks.prefix_lm(4),
+        masks.document(lengths=[30, 34]),
+        masks.padding(torch.tensor([5])),
+        masks.global_tokens(3),
+        masks.block_diffusion(32, 8),
+        masks.tree([-1, 0, 0, 1]),
+        masks.neighborhood((8, 8), 3),
+        ~masks.causal,
+        masks.causal & masks.sliding_window(4),
+        masks.causal | masks.global_tokens(3),
+    ],
+    "scores": [
+        scores.alibi(2),
+        scores.softcap(3.0),
+        scores.relative_bias(torch.zeros(2, 9)),
+        scores.relative_bias(torch.zeros(32, 2), buckets="t5"),
+        scores.bias(torch.zeros(64, 64)),
+        scores.distance_decay(0.1),
+        scores.sinks(torch.zeros(2)),
+    ],
+}
+
+
+def test_calls_with_the_librarys_own_masks_and_scores_are_cached() -> None:
+    from tilewise.core.problem import Options
+    from tilewise.frontend.call_key import key_of
+
+    x = torch.zeros(1, 2, 64, 8)
+    for mask in LIBRARY["masks"]:
+        assert key_of(x, x, x, mask, None, Options(), "cpp", False) is not None, mask
+    for score in LIBRARY["scores"]:
+        assert key_of(x, x, x, None, [score], Options(), "cpp", False) is not None, score
+
+
 class Pass:
     """A forward that counts how often it is run."""
 

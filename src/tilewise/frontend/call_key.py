@@ -3,8 +3,9 @@
 Everything that the checks, the tracing and the choice of an engine depend on: shapes, strides, dtypes, alignment, options, torch's switches,
 whether gradients are wanted, and the mask and score functions. A function is known by its code and by what its closure, defaults and
 globals hold: numbers by value, tensors by identity, address, shape, strides, dtype and requires_grad. What cannot be known that way (an object
-with attributes, a list, a module, a function that computes with tensors while it is traced) has no key, and such a call is traced and
-planned every time. What tensors *contain* is no part of it: maps made from that have a key of their own (core/map_cache.py).
+with attributes, a list, a module, a name that is not known to be safe, a function that computes with tensors while it is traced) has no
+key, and such a call is traced and planned every time. What tensors *contain* is no part of it: maps made from that have a key of their own
+(core/map_cache.py).
 """
 
 import math
@@ -22,6 +23,8 @@ from torch.autograd import forward_ad
 from tilewise.core.problem import Options
 from tilewise.core.tf32 import allows_tf32
 from tilewise.engines.base import PLAIN
+from tilewise.lang.torch_functions import FUNCTIONS
+from tilewise.lang.types import DTYPE_OF
 from tilewise.masks import Mask
 from tilewise.scores import Score, Sinks
 from tilewise.tiles import TileMap
@@ -30,6 +33,14 @@ MAX_CODES = 512  # whose names are remembered
 MAX_DEPTH = 8  # functions within functions
 VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 CONSTANT_MODULES = (torch, math, operator, torch.nn.functional)
+# Names besides globals that a function may use and still be known by its code: what they give follows from their operands alone. Any other (an attribute
+# somebody set, `eval`, `open`, `globals`, torch.is_grad_enabled, a module imported inside) may give something else at the next call.
+BUILTINS = ["abs", "all", "any", "append", "bool", "divmod", "enumerate", "float", "int", "isinstance", "len", "max", "min", "pow", "range", "reversed", "round", "slice", "sum", "tuple", "zip"]
+TENSORS = ["device", "dim", "dtype", "functional", "ndim", "nn", "numel", "shape", "size", "special"]  # what a tensor is known by, and the way to torch's functions
+SAFE_NAMES = frozenset([*FUNCTIONS, *dir(math), *dir(operator), *BUILTINS, *TENSORS, *[str(dtype).removeprefix("torch.") for dtype in DTYPE_OF.values()]]) - {
+    "attrgetter",
+    "methodcaller",
+}
 
 
 class CallKey(NamedTuple):
@@ -150,7 +161,9 @@ def _add_function(function: FunctionType, parts: list[Any], held: list[Any], dep
         known = _names_of[id(code)] = (code, tuple(sorted(_global_names(code))))
     for name in known[1]:
         found = function.__globals__.get(name, _names_of)
-        if found is _names_of:  # a builtin, or an attribute's name
+        if found is _names_of:  # a builtin, an attribute, or a module imported inside
+            if name not in SAFE_NAMES:
+                return False
             continue
         if type(found) is ModuleType:
             if found not in CONSTANT_MODULES:

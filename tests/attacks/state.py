@@ -1,0 +1,3 @@
+"""A module that attacks import inside their functions."""
+
+limit = 3
