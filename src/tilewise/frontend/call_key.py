@@ -35,8 +35,31 @@ VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 CONSTANT_MODULES = (torch, math, operator, torch.nn.functional)
 # Names besides globals that a function may use and still be known by its code: what they give follows from their operands alone. Any other (an attribute
 # somebody set, `eval`, `open`, `globals`, torch.is_grad_enabled, a module imported inside) may give something else at the next call.
-BUILTINS = ["abs", "all", "any", "append", "bool", "divmod", "enumerate", "float", "int", "isinstance", "len", "max", "min", "pow", "range", "reversed", "round", "slice", "sum", "tuple", "zip"]
-TENSORS = ["device", "dim", "dtype", "functional", "ndim", "nn", "numel", "shape", "size", "special"]  # what a tensor is known by, and the way to torch's functions
+BUILTINS = [
+    "abs",
+    "all",
+    "any",
+    "append",
+    "bool",
+    "divmod",
+    "enumerate",
+    "float",
+    "int",
+    "isinstance",
+    "len",
+    "max",
+    "min",
+    "pow",
+    "range",
+    "reversed",
+    "round",
+    "slice",
+    "sum",
+    "tuple",
+    "zip",
+]
+# What a tensor is known by, and the way to torch's functions.
+TENSORS = ["device", "dim", "dtype", "functional", "ndim", "nn", "numel", "shape", "size", "special"]
 SAFE_NAMES = frozenset([*FUNCTIONS, *dir(math), *dir(operator), *BUILTINS, *TENSORS, *[str(dtype).removeprefix("torch.") for dtype in DTYPE_OF.values()]]) - {
     "attrgetter",
     "methodcaller",
