@@ -17,15 +17,15 @@ HELD = torch.arange(64)
 
 
 def helper(q: Any, kv: Any) -> Any:
-    return q - kv < helper.limit  # type: ignore[attr-defined]
+    return q - kv < helper.limit
 
 
 @pytest.fixture(autouse=True)
 def reset() -> Iterator[None]:
     call_cache.forget()
     state.limit = 3
-    helper.limit = 3  # type: ignore[attr-defined]
-    HELD.limit = 3  # type: ignore[attr-defined]
+    helper.limit = 3
+    HELD.limit = 3
     yield
     if hasattr(torch, "tilewise_limit"):
         del torch.tilewise_limit
@@ -47,9 +47,9 @@ def reading(path: Path) -> Callable[..., Any]:
 
 def set_state(value: int, path: Path) -> None:
     state.limit = value
-    helper.limit = value  # type: ignore[attr-defined]
-    HELD.limit = value  # type: ignore[attr-defined]
-    torch.tilewise_limit = value  # type: ignore[attr-defined]
+    helper.limit = value
+    HELD.limit = value
+    torch.tilewise_limit = value
     globals()["LIMIT"] = value
     path.write_text(str(value))
 

@@ -97,6 +97,16 @@ def attend_nothing(problem: Problem) -> Output:
     return Output(like_query(p.query, p.v_dim).zero_(), lse, max_score)
 
 
+class EmptyOutputs:
+    """Makes empty outputs for queries that are laid out like the first: the quickest way."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._v_dim, self._rows = problem.v_dim, like_rows(problem.query)
+
+    def __call__(self, query: Tensor) -> Output:
+        return Output(like_query(query, self._v_dim), torch.empty_like(self._rows), torch.empty_like(self._rows))
+
+
 def like_rows(query: Tensor) -> Tensor:
     """A (B, H, Sq) tensor of one number, to make contiguous float32 tensors of that shape from: the quickest way."""
     return torch.empty((), dtype=torch.float32, device=query.device).expand(query.shape[:3])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import like_query, like_rows, sinks_gradient
+from tilewise.engines.base import EmptyOutputs, sinks_gradient
 from tilewise.engines.gluon import launches
 from tilewise.engines.gluon.config import backward_config
 from tilewise.engines.gluon.launches import Workspace
@@ -34,14 +34,11 @@ class Forward:
     """Two launches: the forward, and its fix-up, which computes again the rows that the first found not finite."""
 
     def __init__(self, p: Problem) -> None:
-        self._v_dim, self._rows = p.v_dim, like_rows(p.query)
+        self._outputs = EmptyOutputs(p)
         output = self._outputs(p.query)
         self._fwd = prepare(launches.fwd_launch(p, launches.fwd_tensors(p, output, counter(p.device))), p.device)
         self._fixup = prepare(launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output)), p.device)
         self.device = self._fwd.device
-
-    def _outputs(self, query: Tensor) -> Output:
-        return Output(like_query(query, self._v_dim), torch.empty_like(self._rows), torch.empty_like(self._rows))
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
         output = self._outputs(query)

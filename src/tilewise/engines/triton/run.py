@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import attend_nothing, like_query, like_rows, sinks_gradient
+from tilewise.engines.base import EmptyOutputs, attend_nothing, sinks_gradient
 from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks, sums_rows
@@ -43,13 +43,10 @@ class Forward:
     """One launch: online softmax over the key tiles of every query tile."""
 
     def __init__(self, p: Problem) -> None:
-        self._v_dim, self._rows = p.v_dim, like_rows(p.query)
+        self._outputs = EmptyOutputs(p)
         tensors = launches.fwd_tensors(p, *self._outputs(p.query), seed_of(p))
         self._fwd = fitted(p, (fwd_role(p),), lambda configs: launches.fwd_launch(p, tensors, *configs))
         self.device = self._fwd.device
-
-    def _outputs(self, query: Tensor) -> Output:
-        return Output(like_query(query, self._v_dim), torch.empty_like(self._rows), torch.empty_like(self._rows))
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
         output = self._outputs(query)
@@ -61,17 +58,14 @@ class Decode:
     """Two launches: the keys are split among programs, and the splits of every row combined."""
 
     def __init__(self, p: Problem) -> None:
-        self._v_dim, self._rows = p.v_dim, like_rows(p.query)
-        splits = split_count(p)
+        self._outputs = EmptyOutputs(p)
+        self._v_dim, splits = p.v_dim, split_count(p)
         self._shape = (p.batch * p.kv_heads, splits, p.heads // p.kv_heads * p.q_len)
         partial, output = self._partial(p.query), self._outputs(p.query)
         tensors = launches.decode_split_tensors(p, partial, seed_of(p))
         self._split = fitted(p, DECODE, lambda configs: launches.decode_split_launch(p, tensors, splits, *configs))
         self._combine = prepare(launches.decode_combine_launch(p, launches.decode_combine_tensors(p, partial, *output), splits), p.device)
         self.device = self._split.device
-
-    def _outputs(self, query: Tensor) -> Output:
-        return Output(like_query(query, self._v_dim), torch.empty_like(self._rows), torch.empty_like(self._rows))
 
     def _partial(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted values, maximum and sum of each split's rows."""
