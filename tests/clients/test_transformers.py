@@ -461,9 +461,37 @@ def test_under_torch_compile() -> None:
     torch.testing.assert_close(compiled(IDS, LEFT_PADDED.long())[LEFT_PADDED], expected[LEFT_PADDED], rtol=1e-4, atol=1e-4)
 
 
+DOGE = Tiny("doge", "DogeForCausalLM", "DogeConfig", DECODER | {"keep_window_size": 8})
+
+
+def test_a_layer_that_drops_its_mask_is_refused() -> None:
+    """Doge's layers build a float mask and leave out any mask that is no tensor."""
+    model = DOGE.make().eval()
+    inputs = {"input_ids": IDS, "attention_mask": LEFT_PADDED.long(), "use_cache": False}
+    model.set_attn_implementation("sdpa")
+    expected = model(**inputs).logits
+    with tw.integrations.route(model):  # what the error advises
+        torch.testing.assert_close(model(**inputs).logits[LEFT_PADDED], expected[LEFT_PADDED], rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("tilewise")
+    advice = r"DogeAttention \(layer 0\) was given the mask TracedMask\(causal.* a \(2, 4, 12, 12\) float32 tensor of its own.*route\(model\)"
+    for called in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(tw.TilewiseError, match=advice):
+            called(**inputs)
+
+
+def test_a_mask_of_the_caller_is_no_dropped_mask() -> None:
+    """A 4-D mask replaces what tilewise would make; a mask that was made and thrown away does not count."""
+    model = LLAMA.make().eval()
+    model.set_attn_implementation("tilewise")
+    client.make_mask(BATCH, LENGTH, LENGTH, config=model.config)
+    allowed = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    torch.testing.assert_close(model(input_ids=IDS, attention_mask=allowed)[0], model(input_ids=IDS)[0], rtol=1e-4, atol=1e-4)
+
+
 MISTAKES = {
     "weights": ({"output_attentions": True}, "forms no attention weights"),
     "a paged cache": ({"cache": object()}, "paged cache"),
+    "keys that an indexer chose": ({"block_indices": torch.zeros(1, 1, 5, 2, dtype=torch.long)}, "chooses its keys by block_indices.*route"),
     "lengths only": ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "position_ids that start again"),
 }
 

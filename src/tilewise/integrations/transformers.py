@@ -54,6 +54,7 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
+    config: Any = None,
     **_: Any,
 ) -> Any:
     """transformers' mask interface: combines a mask function, offsets and a boolean (batch, keys) padding mask into one mask.
@@ -75,7 +76,7 @@ def make_mask(
         found = Mask(_shifted(asked, q_offset, kv_offset), _name(asked))
     if padding is not None:
         found = padding if found is None else found & padding
-    return TracedMask(found, (batch_size, 1, q_length, kv_length))
+    return TracedMask(found, (batch_size, 1, q_length, kv_length), config)
 
 
 def _causal(q_length: int, kv_length: int, offset: int) -> Mask | None:
@@ -159,7 +160,8 @@ def _mask_and_bias(
         if given.shape[2:] != (query.shape[2], key.shape[2]):
             made, used = tuple(given.shape[2:]), (query.shape[2], key.shape[2])
             raise InputError(f"the mask was made for {made[0]} queries and {made[1]} keys, the call has {used[0]} and {used[1]}")
-        return given.mask, None
+        return given.use(), None
+    _refuse_dropped_mask(module, query, key, given)
     if given is None:
         return _without_a_mask(module, query, sliding_window, is_causal), None
     if not isinstance(given, Tensor):
@@ -169,6 +171,23 @@ def _mask_and_bias(
     if reading is not None:
         return reading.mask, reading.score
     return (given, None) if given.dtype == torch.bool else (None, scores.bias(given))
+
+
+def _refuse_dropped_mask(module: nn.Module, query: Tensor, key: Tensor, given: Any) -> None:
+    """Raises if tilewise made a mask for this layer's model and the layer calls attention with a mask of its own (Doge does)."""
+    from tilewise.integrations.traced_mask import dropped_mask
+
+    if given is None:  # cross-attention without padding, or causal by `is_causal`
+        return
+    dropped = dropped_mask(getattr(module, "config", None), (query.shape[0], query.shape[2], key.shape[2]))
+    if dropped is None:
+        return
+    layer = type(module).__name__ + (f" (layer {module.layer_idx})" if getattr(module, "layer_idx", None) is not None else "")
+    instead = f"a {tuple(given.shape)} {str(given.dtype).removeprefix('torch.')} tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    raise InputError(
+        f"{layer} was given the mask {dropped} but calls attention with {instead} of its own, so that mask would be lost: "
+        "use model.set_attn_implementation('sdpa') and tilewise.integrations.route(model), which run tilewise with the mask tensors of the model"
+    )
 
 
 def _without_a_mask(module: nn.Module, query: Tensor, sliding_window: int | None, is_causal: bool | None) -> Mask | None:
@@ -184,6 +203,12 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         raise InputError("tilewise forms no attention weights: for output_attentions=True use attn_implementation='eager'")
     if kwargs.get("cache") is not None:
         raise InputError("tilewise does not serve the paged cache of continuous batching: use attn_implementation='sdpa' there, or generate()")
+    for name in ("indices", "block_indices"):  # keys that an indexer chose (DeepSeek V3.2, MiniMax M3)
+        if kwargs.get(name) is not None:
+            raise InputError(
+                f"this model chooses its keys by {name}, which the tilewise implementation does not take: "
+                "use model.set_attn_implementation('sdpa') and tilewise.integrations.route(model), which run tilewise with the mask tensors of the model"
+            )
 
 
 def _check_packing(kwargs: dict[str, Any], mask: Any) -> None:
