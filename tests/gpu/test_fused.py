@@ -364,3 +364,33 @@ def test_a_call_like_an_earlier_one_takes_the_short_way(engine: str, monkeypatch
     trained = [t.detach().requires_grad_() for t in second]
     assert torch.equal(call(trained, ways["causal"]), wanted["causal"]) and len(calls) == 3
     assert call(trained, ways["causal"]).requires_grad
+
+
+@pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=hopper)])
+def test_dropout_in_a_cuda_graph_is_another_at_every_replay(engine: str) -> None:
+    query, key, value = (t.detach() for t in tensors(1, 2, 200, 64))
+
+    def call() -> torch.Tensor:
+        return tw.attention(query, key, value, dropout_p=0.5, backend=engine)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+
+    def replayed(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        found = []
+        for _ in range(2):
+            graph.replay()
+            found.append(out.clone())
+        return found
+
+    first, second = replayed(0)
+    assert not torch.equal(first, second)
+    again = replayed(0)
+    assert torch.equal(first, again[0]) and torch.equal(second, again[1])

@@ -183,7 +183,7 @@ def make_problem(
         sinks=check_sinks(sinks, query),
         scale=1.0 / math.sqrt(query.shape[3]) if options.scale is None else check_scale(options.scale),
         dropout_p=check_dropout(options.dropout_p),
-        seed=seed_tensor(options.seed, options.dropout_p),
+        seed=seed_tensor(options.seed, options.dropout_p, query.device),
         deterministic=torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic,
         dense_mask=dense if dense is None or dense.dtype == torch.bool else dense.to(query.dtype),
         grid=reading.grid,
@@ -349,16 +349,19 @@ def check_dropout(p: float) -> float:
     return float(p)
 
 
-def seed_tensor(seed: int | Tensor | None, dropout_p: float) -> Tensor | None:
-    """The seed as a tensor; without one, torch's own generator draws it, so that torch.manual_seed repeats it."""
+def seed_tensor(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> Tensor | None:
+    """The seed as a tensor; without one, torch's own generator draws it, so that torch.manual_seed repeats it.
+
+    It is drawn on the device: in a captured CUDA graph every replay draws another, and no copy waits for the host.
+    """
     if dropout_p == 0.0:
         return None
     if seed is None:
-        return torch.randint(0, 2**62, (), dtype=torch.int64)
+        return torch.randint(0, 2**62, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
             raise InputError(f"seed must be an int or a tensor with one int64, got {seed.dtype} of shape {tuple(seed.shape)}")
         return seed.reshape(())
     if not 0 <= seed < 2**63:
         raise InputError(f"seed must be from 0 to 2**63 - 1, got {seed}")
-    return torch.tensor(seed, dtype=torch.int64)
+    return torch.full((), seed, dtype=torch.int64, device=device)

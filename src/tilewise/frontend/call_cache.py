@@ -51,7 +51,7 @@ class CachedCall(NamedTuple):
             mask=tiles.mask if tiles is not None else _bound(self.problem.mask, self.mask, held),
             score=_bound(self.problem.score, self.score, held),
             sinks=None if self.sinks is None else held[self.sinks],
-            seed=seed_tensor(options.seed, options.dropout_p),
+            seed=seed_tensor(options.seed, options.dropout_p, query.device),
         )
 
     def replay(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor) -> Output | None:
