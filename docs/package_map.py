@@ -18,6 +18,7 @@ LAYERS = {
     "errors": "what is raised",
     "_version": "the version",
     "lang": "programs: tracing, types, intervals, derivatives; one entry per operation",
+    "named": "what masks and scores share: sizes they are made for, copies, pickles",
     "masks": "the masks users combine",
     "scores": "the scores users give",
     "tiles": "tile maps: which tiles are empty, partial or full",
