@@ -106,11 +106,6 @@ class Program:
             found.append(frozenset(own).union(*(found[a] for a in args)))
         return tuple(found)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from tilewise.lang.parse import parse
-
-        return parse, (self.text,)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Program":
         return self  # nothing in it changes
 
