@@ -37,6 +37,7 @@ LAYERS = {
     "engines": "the ordered list of engines; eager autograd and the torch operator around them",
     "frontend": "dispatch, call cache, token order, packing, mask tensors, block masks, interception",
     "attention": "attention(): the path of a call",
+    "nn": "attention and learned scores as modules",
     "flex": "torch FlexAttention's interface",
     "varlen": "packed sequences",
     "functional": "torch SDPA's interface",

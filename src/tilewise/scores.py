@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
+from tilewise.lang import name_of
 from tilewise.masks import broadcast_load
 from tilewise.named import Covers, Named, covers, named
 
@@ -109,10 +110,16 @@ def relative_bias(table: Tensor, *, buckets: str | None = None, bidirectional: b
         return Score(lambda score, b, h, q, kv: score + table[h, (q - kv).clamp(-reach, reach) + reach], "relative_bias", reach, covers=known)
     if buckets != "t5":
         raise InputError(f"relative_bias: buckets is None or 't5', got {buckets!r}")
-    bucket_of = t5_buckets(table.shape[0], max_distance, bidirectional).to(table.device)
+    return t5_bias(table, t5_buckets(table.shape[0], max_distance, bidirectional).to(table.device))
+
+
+@named
+def t5_bias(table: Tensor, bucket_of: Tensor) -> Score:
+    """relative_bias(table, buckets="t5"), with the buckets of relative positions that t5_buckets found."""
+    reach = len(bucket_of) // 2
 
     def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return score + table[bucket_of[(kv - q).clamp(-max_distance, max_distance) + max_distance], h]
+        return score + table[bucket_of[(kv - q).clamp(-reach, reach) + reach], h]
 
     return Score(biased, "relative_bias", "t5", table.shape[0], covers=covers("relative_bias", h=table.shape[1]))
 
@@ -154,6 +161,15 @@ def distance_decay(rate: float | Tensor) -> Score:
     if isinstance(rate, Tensor) and rate.dim() != 0:
         raise InputError(f"distance_decay takes a number, a 0-d tensor or one rate per head, got shape {tuple(rate.shape)}")
     return Score(lambda score, b, h, q, kv: score - rate * (q - kv).abs(), "distance_decay", "learned" if isinstance(rate, Tensor) else rate)
+
+
+def as_score(function: ScoreFunction) -> Score:
+    """A plain score function as a Score, to give it a name and to have what it captures copied with a module."""
+    if isinstance(function, Score):
+        return function
+    if not callable(function):
+        raise InputError(f"a score is a function of (score, b, h, q, kv), got {type(function).__name__}")
+    return Score(function, name_of(function).strip("'"))
 
 
 def as_scores(given: ScoreFunction | Sequence[ScoreFunction] | None) -> tuple[ScoreFunction, ...]:
