@@ -6,7 +6,6 @@ copied model computes with its own parameters.
 """
 
 import copy
-import copyreg
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import CellType, FunctionType, ModuleType
@@ -68,7 +67,7 @@ class Named:
 
     # -- copies and pickles ------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_trace"}
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -76,14 +75,14 @@ class Named:
             return self.made_by
         if self.made_by is not None:
             return _make, self.made_by
-        return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
+        return _with_state, (type(self), self._state())
 
     def __deepcopy__(self: Kind, memo: dict[int, Any]) -> Kind:
         if isinstance(self.made_by, str):
             return self
-        made: Kind = object.__new__(type(self))
+        made = object.__new__(type(self))
         memo[id(self)] = made  # before what it holds, which may hold it
-        made.__dict__.update({name: copied(value, memo) for name, value in self.__getstate__().items()})
+        made.__dict__.update({name: copied(value, memo) for name, value in self._state().items()})
         return made
 
 
@@ -97,6 +96,13 @@ def named(make: Callable[P, Kind]) -> Callable[P, Kind]:
             found.record(made, args, kwargs)
         return found
 
+    return made
+
+
+def _with_state(kind: type["Named"], state: dict[str, Any]) -> "Named":
+    """Made whole: another mask may be made of it at once, where an object that holds both is unpickled."""
+    made = object.__new__(kind)
+    made.__dict__.update(state)
     return made
 
 
