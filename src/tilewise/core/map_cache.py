@@ -128,7 +128,8 @@ def refuse_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise MisuseError(
             "the tile map of this mask is not there yet and cannot be made while a CUDA graph is captured: call attention once before the capture, "
-            "with the same mask on tensors of the same sizes (and its backward, if that is captured too)"
+            "with the same mask on tensors of the same sizes (and its backward, if that is captured too). Masks that load from Parameters or inference tensors "
+            "get a new map in every call: let them load from a buffer"
         )
 
 
