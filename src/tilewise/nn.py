@@ -57,8 +57,15 @@ class Attention(Module):
             self.mask = as_mask(mask) if callable(mask) and not isinstance(mask, Module) else mask
         self.scores = ModuleList([s if isinstance(s, Module) else _Given(s) for s in as_scores(score)])
         self.dropout_p = dropout_p
-        self.options = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}
-        self.options |= {"layout": layout, "heads": heads, "backend": backend, "deterministic": deterministic}
+        self.options: dict[str, Any] = {
+            "scale": scale,
+            "is_causal": is_causal,
+            "enable_gqa": enable_gqa,
+            "layout": layout,
+            "heads": heads,
+            "backend": backend,
+            "deterministic": deterministic,
+        }
 
     def forward(
         self,
