@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from tilewise import flex, functional, masks, scores
+from tilewise import flex, functional, masks, nn, scores
 from tilewise._version import __version__
 from tilewise.attention import attention
 from tilewise.core.store import kernel_root
@@ -37,6 +37,7 @@ __all__ = [
     "intercept_sdpa",
     "kernel_root",
     "masks",
+    "nn",
     "scores",
     "tile_map",
     "varlen_attention",

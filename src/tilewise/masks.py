@@ -7,6 +7,7 @@ combine with `&`, `|` and `~`, with each other and with plain functions:
     masks.document(ids) & (lambda b, h, q, kv: q >= kv)
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
+from tilewise.named import Covers, Named, covers, named
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -26,29 +28,23 @@ class Grid(NamedTuple):
     window: tuple[int, ...]
 
 
-class Covers(NamedTuple):
-    """How far a mask or score is defined along an axis: beyond it, loads would repeat the last element."""
+class Mask(Named):
+    """A mask function with a name.
 
-    what: str
-    axis: str  # b, h, q or kv
-    size: int
-    exactly: bool = False  # a smaller problem is wrong too: the rest would be silently ignored
+    It is traced wherever a plain function would be: in every call, unless the call cache knows all that it reads. If it is `fixed`, once.
+    """
 
+    _trace: BoundProgram | None = None
 
-def covers(what: str, *, exactly: bool = False, **sizes: int) -> tuple[Covers, ...]:
-    return tuple([Covers(what, axis, size, exactly) for axis, size in sizes.items()])
-
-
-class Mask:
-    """A mask function with a name. It is traced once, so what it captures must not be rebound afterwards."""
-
-    def __init__(self, function: MaskFunction, label: str, *parameters: Any, grid: Grid | None = None, covers: tuple[Covers, ...] = ()) -> None:
+    def __init__(
+        self, function: MaskFunction, label: str, *parameters: Any, grid: Grid | None = None, covers: tuple[Covers, ...] = (), fixed: bool = False
+    ) -> None:
         self.function = function
         self.covers = covers
         self.grid = grid  # changes the order in which tokens are computed, never the result
+        self.fixed = fixed
         self._label = label
         self._parameters = parameters
-        self._call: BoundProgram | None = None
 
     @property
     def name(self) -> str:
@@ -60,9 +56,9 @@ class Mask:
             return "~" + operands[0]
         return f"{self._label}({', '.join(operands)})" if operands else self._label
 
-    def _name_within(self, operator: str) -> str:
+    def _name_within(self, sign: str) -> str:
         """The name as an operand: in parentheses if it contains another operator."""
-        return f"({self.name})" if self._label in ("&", "|") and self._label != operator else self.name
+        return f"({self.name})" if self._label in ("&", "|") and self._label != sign else self.name
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:  # torch's FlexAttention counts the parameters without a default
         return self.function(b, h, q, kv)
@@ -81,7 +77,9 @@ class Mask:
 
     def __invert__(self) -> "Mask":
         f = self.function
-        return Mask(lambda b, h, q, kv: logical_not(f(b, h, q, kv)), "~", self, covers=self.covers)
+        inverse = Mask(lambda b, h, q, kv: logical_not(f(b, h, q, kv)), "~", self, covers=self.covers)
+        inverse.record(operator.invert, (self,), {})
+        return inverse
 
     def __bool__(self) -> bool:
         raise TraceError(f"the mask {self.name} has no truth value: combine masks with & | ~, not with and, or, not")
@@ -90,11 +88,11 @@ class Mask:
         return f"Mask({self.name})"
 
     def traced(self) -> BoundProgram:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.fixed:
             return trace_mask(self.function)
-        if self._call is None:
-            self._call = trace_mask(self.function)
-        return self._call
+        if self._trace is None or not self._trace.fits_captures():  # a captured tensor may have got another dtype: tensor.data = ...
+            self._trace = trace_mask(self.function)
+        return self._trace
 
 
 def logical_not(allowed: Any) -> Any:
@@ -102,7 +100,7 @@ def logical_not(allowed: Any) -> Any:
     return not allowed if isinstance(allowed, bool) else ~allowed
 
 
-def _combine(left: Mask, right: Mask, operator: str) -> Mask:
+def _combine(left: Mask, right: Mask, sign: str) -> Mask:
     f, g = left.function, right.function
 
     def both(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -111,18 +109,20 @@ def _combine(left: Mask, right: Mask, operator: str) -> Mask:
     def either(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return f(b, h, q, kv) | g(b, h, q, kv)
 
-    grid = _common_grid(left.grid, right.grid, operator)
-    return Mask(both if operator == "&" else either, operator, left, right, grid=grid, covers=left.covers + right.covers)
+    grid = _common_grid(left.grid, right.grid, sign)
+    combined = Mask(both if sign == "&" else either, sign, left, right, grid=grid, covers=left.covers + right.covers)
+    combined.record(operator.and_ if sign == "&" else operator.or_, (left, right), {})
+    return combined
 
 
-def _common_grid(left: Grid | None, right: Grid | None, operator: str) -> Grid | None:
+def _common_grid(left: Grid | None, right: Grid | None, sign: str) -> Grid | None:
     """For &, the grid of either mask; for |, a grid that both have. Windows combine accordingly."""
     if left is None or right is None:
-        return None if operator == "|" else left if right is None else right
+        return None if sign == "|" else left if right is None else right
     if left.shape != right.shape:
         return None
     windows = zip(left.window, right.window, strict=True)
-    return Grid(left.shape, tuple([min(pair) if operator == "&" else max(pair) for pair in windows]))
+    return Grid(left.shape, tuple([min(pair) if sign == "&" else max(pair) for pair in windows]))
 
 
 def as_mask(function: "Mask | MaskFunction") -> Mask:
@@ -153,16 +153,19 @@ def at_most(value: Any, limit: int) -> Any:
     return value - limit <= 0
 
 
-full = Mask(lambda b, h, q, kv: True, "full")
-causal = Mask(lambda b, h, q, kv: q >= kv, "causal")
+full = Mask(lambda b, h, q, kv: True, "full", fixed=True)
+causal = Mask(lambda b, h, q, kv: q >= kv, "causal", fixed=True)
+full.made_by, causal.made_by = "full", "causal"
 
 
+@named
 def causal_lower_right(q_len: int, kv_len: int) -> Mask:
     """Causal with the last query aligned to the last key, as for a decoder that continues a cache."""
     offset = kv_len - q_len
     return Mask(lambda b, h, q, kv: q + offset >= kv, "causal_lower_right", q_len, kv_len, covers=covers("causal_lower_right", q=q_len, kv=kv_len))
 
 
+@named
 def sliding_window(left: int, right: int | None = None) -> Mask:
     """Keys from `left` before the query to `right` after it; `right` is `left` unless given."""
     reach = left if right is None else right
@@ -172,6 +175,7 @@ def sliding_window(left: int, right: int | None = None) -> Mask:
     return Mask(lambda b, h, q, kv: at_most(q - kv, left) & at_most(kv - q, reach), "sliding_window", *parameters)
 
 
+@named
 def dilated_window(reach: int, dilation: int) -> Mask:
     """Every `dilation`-th key within `reach` on either side of the query."""
     if reach < 0 or dilation < 1:
@@ -184,6 +188,7 @@ def dilated_window(reach: int, dilation: int) -> Mask:
     return Mask(dilated, "dilated_window", reach, dilation)
 
 
+@named
 def prefix_lm(prefix: int | Tensor) -> Mask:
     """All queries see the first `prefix` keys (a number, or one per batch element); the rest is causal."""
     if isinstance(prefix, Tensor):
@@ -192,6 +197,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
     return Mask(lambda b, h, q, kv: at_most(kv + 1, prefix) | (q >= kv), "prefix_lm", prefix)
 
 
+@named
 def document(ids: Tensor | None = None, kv_ids: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Mask:
     """Tokens attend only within their own document.
 
@@ -200,15 +206,17 @@ def document(ids: Tensor | None = None, kv_ids: Tensor | None = None, *, lengths
     """
     if (ids is None) == (lengths is None):
         raise InputError("document takes either ids or lengths")
-    if lengths is not None:
-        ids = ids_of_lengths(lengths)
-    assert ids is not None
+    if ids is None:
+        assert lengths is not None
+        return document(ids_of_lengths(lengths), kv_ids)
     q_ids = _integers(ids, (1, 2), "document")
     k_ids = q_ids if kv_ids is None else _integers(kv_ids, (1, 2), "document")
     if q_ids.dim() != k_ids.dim():
         raise InputError(f"document ids of shape {tuple(q_ids.shape)} and kv_ids of shape {tuple(k_ids.shape)} must have the same number of dimensions")
     if q_ids.dim() == 2:
-        known = covers("document", b=min(len(q_ids), len(k_ids)), q=q_ids.shape[1], kv=k_ids.shape[1])
+        if len(q_ids) != len(k_ids):
+            raise InputError(f"document ids of shape {tuple(q_ids.shape)} and kv_ids of shape {tuple(k_ids.shape)} must be of one batch size")
+        known = covers("document", b=len(q_ids), q=q_ids.shape[1], kv=k_ids.shape[1])
         return Mask(lambda b, h, q, kv: q_ids[b, q] == k_ids[b, kv], "document", covers=known)
     return Mask(lambda b, h, q, kv: q_ids[q] == k_ids[kv], "document", covers=covers("document", q=len(q_ids), kv=len(k_ids)))
 
@@ -219,12 +227,14 @@ def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
 
+@named
 def padding(lengths: Tensor) -> Mask:
     """Key kv of batch element b counts only if kv < lengths[b]."""
     valid = _integers(lengths, 1, "padding")
     return Mask(lambda b, h, q, kv: kv < valid[b], "padding", covers=covers("padding", b=len(valid)))
 
 
+@named
 def global_tokens(which: int | Tensor) -> Mask:
     """Marked tokens attend to all and are attended by all: the first `which`, or those true in a boolean (S,) tensor."""
     if isinstance(which, Tensor):
@@ -234,6 +244,7 @@ def global_tokens(which: int | Tensor) -> Mask:
     return Mask(lambda b, h, q, kv: at_most(q + 1, which) | at_most(kv + 1, which), "global_tokens", which)
 
 
+@named
 def shared_prefix(lengths: Sequence[int] | Tensor, prefix_of: Sequence[int] | Tensor) -> Mask:
     """Packed documents of which several continue one prompt: each is causal and also sees the whole of its prefix.
 
@@ -246,17 +257,23 @@ def shared_prefix(lengths: Sequence[int] | Tensor, prefix_of: Sequence[int] | Te
         raise InputError(f"shared_prefix: prefixes are documents from 0 to {len(counts) - 1}, got {prefix.tolist()}")
     ids = ids_of_lengths(counts)
     starts = torch.cumsum(counts, 0) - counts
-    token_start, token_prefix_start = starts[ids], starts[prefix[ids]]
-    token_prefix_end = token_prefix_start + counts[prefix[ids]]
+    prefix_start = starts[prefix[ids]]
+    return _after_prefix(len(counts), starts[ids], prefix_start, prefix_start + counts[prefix[ids]])
+
+
+@named
+def _after_prefix(documents: int, start: Tensor, prefix_start: Tensor, prefix_end: Tensor) -> Mask:
+    """shared_prefix by where each token's document starts, and where its prefix starts and ends."""
 
     def shared(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        own = (kv >= token_start[q]) & (q >= kv)
-        prompt = (kv >= token_prefix_start[q]) & (kv < token_prefix_end[q]) & (token_prefix_start[q] != token_start[q])
+        own = (kv >= start[q]) & (q >= kv)
+        prompt = (kv >= prefix_start[q]) & (kv < prefix_end[q]) & (prefix_start[q] != start[q])
         return own | prompt
 
-    return Mask(shared, "shared_prefix", f"{len(counts)} documents", covers=covers("shared_prefix", q=len(ids), kv=len(ids)))
+    return Mask(shared, "shared_prefix", f"{documents} documents", covers=covers("shared_prefix", q=len(start), kv=len(start)))
 
 
+@named
 def block_diffusion(length: int, block: int) -> Mask:
     """Training mask of block diffusion over 2 * length tokens: noised copies first, clean tokens after.
 
@@ -276,11 +293,14 @@ def block_diffusion(length: int, block: int) -> Mask:
     return Mask(diffusion, "block_diffusion", length, block, covers=covers("block_diffusion", q=2 * length, kv=2 * length))
 
 
-def tree(parents: Sequence[int], prefix: int = 0) -> Mask:
+@named
+def tree(parents: Sequence[int] | Tensor, prefix: int = 0) -> Mask:
     """Speculative decoding: node q of a tree sees the first `prefix` keys, its ancestors and itself.
 
     `parents[n]` is node n's parent, which comes before it; a root names -1.
     """
+    if isinstance(parents, Tensor):
+        return tree(parents.tolist(), prefix)
     count = len(parents)
     if prefix < 0:
         raise InputError(f"tree takes a prefix of at least 0, got {prefix}")
@@ -297,6 +317,7 @@ def tree(parents: Sequence[int], prefix: int = 0) -> Mask:
     return Mask(within, "tree", f"{count} nodes", f"prefix {prefix}", covers=covers("tree", q=count, kv=prefix + count))
 
 
+@named
 def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mask:
     """Each token of a 1-D, 2-D or 3-D grid (row-major) sees the `window` nearest along every axis.
 
@@ -311,6 +332,7 @@ def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mas
     return Mask(near, "neighborhood", _by(sizes), _by(windows), grid=Grid(sizes, windows), covers=covers("neighborhood", q=points, kv=points))
 
 
+@named
 def on_grid(mask: "Mask | MaskFunction", shape: Sequence[int], window: int | Sequence[int]) -> Mask:
     """The same mask, with the hint that its tokens lie on a row-major 2-D or 3-D grid and see about `window` tokens along each axis.
 
@@ -320,6 +342,7 @@ def on_grid(mask: "Mask | MaskFunction", shape: Sequence[int], window: int | Seq
     return Mask(known.function, known._label, *known._parameters, grid=Grid(*_grid(shape, window, "on_grid")), covers=known.covers)
 
 
+@named
 def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int], text: int = 0) -> Mask:
     """Sliding tile attention: the neighborhood of whole tiles, on tokens stored tile after tile, then `text` tokens.
 
@@ -341,6 +364,7 @@ def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int
     return Mask(near, "sliding_tile", _by(sizes), _by(windows), _by(tiles), covers=covers("sliding_tile", q=vision + text, kv=vision + text))
 
 
+@named
 def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
     """Text queries attend to images: image n is seen by queries from intervals[n, 0] up to before intervals[n, 1]."""
     spans = _integers(intervals, 2, "cross")
@@ -355,6 +379,7 @@ def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
     return Mask(visible, "cross", f"{count} images", covers=covers("cross", kv=count * tokens_per_image))
 
 
+@named
 def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
     """Batch element b uses choices[which[b]]."""
     options = [as_mask(m) for m in choices]

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.masks import Covers, Mask, broadcast_load, covers
+from tilewise.lang import name_of
+from tilewise.masks import broadcast_load
+from tilewise.named import Covers, Named, covers, named
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-class Score:
+class Score(Named):
     """A score function with a name."""
 
     def __init__(self, function: ScoreFunction, label: str, *parameters: Any, covers: tuple[Covers, ...] = ()) -> None:
@@ -45,10 +47,15 @@ class Sinks(Score):
     """One logit per query head, which enters the softmax's denominator but has no value."""
 
     def __init__(self, logits: Tensor) -> None:
-        super().__init__(lambda score, b, h, q, kv: score, "sinks")
+        super().__init__(_unchanged, "sinks")
         self.logits = logits
 
 
+def _unchanged(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score
+
+
+@named
 def sinks(logits: Tensor) -> Sinks:
     """Attention sinks: softmax over the keys' scores and logits[h]; `lse` includes the sink."""
     if not isinstance(logits, Tensor) or logits.dim() != 1 or not logits.is_floating_point():
@@ -57,6 +64,7 @@ def sinks(logits: Tensor) -> Sinks:
     return Sinks(logits)
 
 
+@named
 def alibi(heads: int | Tensor) -> Score:
     """score - slope[h] * (q - kv): slopes of the ALiBi paper for a number of heads, or a tensor of your own."""
     if not isinstance(heads, (int, Tensor)):
@@ -64,7 +72,7 @@ def alibi(heads: int | Tensor) -> Score:
     slopes = heads if isinstance(heads, Tensor) else alibi_slopes(heads)
     if slopes.dim() != 1 or not slopes.is_floating_point():
         raise InputError(f"alibi takes a number of heads or a float (H,) tensor, got {slopes.dtype} of shape {tuple(slopes.shape)}")
-    return Score(lambda score, b, h, q, kv: score + slopes[h] * (kv - q), "alibi", slopes.shape[0], covers=covers("alibi", h=len(slopes), exactly=True))
+    return Score(lambda score, b, h, q, kv: score + slopes[h] * (kv - q), "alibi", slopes.shape[0], covers=covers("alibi", h=len(slopes)))
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -77,6 +85,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes)
 
 
+@named
 def softcap(cap: float) -> Score:
     """cap * tanh(score / cap)."""
     if not cap > 0:
@@ -84,6 +93,7 @@ def softcap(cap: float) -> Score:
     return Score(lambda score, b, h, q, kv: cap * torch.tanh(score / cap), "softcap", cap)
 
 
+@named
 def relative_bias(table: Tensor, *, buckets: str | None = None, bidirectional: bool = True, max_distance: int = 128) -> Score:
     """A learned bias by head and relative position.
 
@@ -96,16 +106,22 @@ def relative_bias(table: Tensor, *, buckets: str | None = None, bidirectional: b
         if table.shape[1] % 2 == 0:
             raise InputError(f"relative_bias takes a (H, 2 * reach + 1) table, got shape {tuple(table.shape)}")
         reach = table.shape[1] // 2
-        known = covers("relative_bias", h=len(table), exactly=True)
+        known = covers("relative_bias", h=len(table))
         return Score(lambda score, b, h, q, kv: score + table[h, (q - kv).clamp(-reach, reach) + reach], "relative_bias", reach, covers=known)
     if buckets != "t5":
         raise InputError(f"relative_bias: buckets is None or 't5', got {buckets!r}")
-    bucket_of = t5_buckets(table.shape[0], max_distance, bidirectional).to(table.device)
+    return t5_bias(table, t5_buckets(table.shape[0], max_distance, bidirectional).to(table.device))
+
+
+@named
+def t5_bias(table: Tensor, bucket_of: Tensor) -> Score:
+    """relative_bias(table, buckets="t5"), with the buckets of relative positions that t5_buckets found."""
+    reach = len(bucket_of) // 2
 
     def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return score + table[bucket_of[(kv - q).clamp(-max_distance, max_distance) + max_distance], h]
+        return score + table[bucket_of[(kv - q).clamp(-reach, reach) + reach], h]
 
-    return Score(biased, "relative_bias", "t5", table.shape[0], covers=covers("relative_bias", h=table.shape[1], exactly=True))
+    return Score(biased, "relative_bias", "t5", table.shape[0], covers=covers("relative_bias", h=table.shape[1]))
 
 
 def t5_buckets(count: int, max_distance: int, bidirectional: bool) -> Tensor:
@@ -125,29 +141,35 @@ def t5_buckets(count: int, max_distance: int, bidirectional: bool) -> Tensor:
     return offset + torch.where(distance < exact, distance, large.clamp(max=count - 1))
 
 
+@named
 def bias(tensor: Tensor) -> Score:
     """score + tensor, broadcast from the right over (b, h, q, kv) as torch broadcasts."""
     if not 1 <= tensor.dim() <= 4 or not tensor.is_floating_point():
         raise InputError(f"bias takes a float tensor that broadcasts to (B, H, Sq, Skv), got {tensor.dtype} of shape {tuple(tensor.shape)}")
     load = broadcast_load(tensor)
     axes = zip(("b", "h", "q", "kv")[4 - tensor.dim() :], tensor.shape, strict=True)
-    known = tuple([Covers("bias", axis, size, exactly=axis in ("b", "h")) for axis, size in axes if size != 1])
+    known = tuple([Covers("bias", axis, size) for axis, size in axes if size != 1])
     return Score(lambda score, b, h, q, kv: score + load(b, h, q, kv), "bias", *tensor.shape, covers=known)
 
 
+@named
 def distance_decay(rate: float | Tensor) -> Score:
     """score - rate * |q - kv|; `rate` may be one per head."""
     if isinstance(rate, Tensor) and rate.dim() == 1:
-        known = covers("distance_decay", h=len(rate), exactly=True)
+        known = covers("distance_decay", h=len(rate))
         return Score(lambda score, b, h, q, kv: score - rate[h] * (q - kv).abs(), "distance_decay", "per head", covers=known)
     if isinstance(rate, Tensor) and rate.dim() != 0:
         raise InputError(f"distance_decay takes a number, a 0-d tensor or one rate per head, got shape {tuple(rate.shape)}")
     return Score(lambda score, b, h, q, kv: score - rate * (q - kv).abs(), "distance_decay", "learned" if isinstance(rate, Tensor) else rate)
 
 
-def coverage(functions: Sequence[Any]) -> list[Covers]:
-    """The sizes that those of these functions that are tilewise masks or scores are made for."""
-    return [known for function in functions if isinstance(function, (Mask, Score)) for known in function.covers]
+def as_score(function: ScoreFunction) -> Score:
+    """A plain score function as a Score, to give it a name and to have what it captures copied with a module."""
+    if isinstance(function, Score):
+        return function
+    if not callable(function):
+        raise InputError(f"a score is a function of (score, b, h, q, kv), got {type(function).__name__}")
+    return Score(function, name_of(function).strip("'"))
 
 
 def as_scores(given: ScoreFunction | Sequence[ScoreFunction] | None) -> tuple[ScoreFunction, ...]:

@@ -180,7 +180,7 @@ def test_when() -> None:
     assert why(near, is_causal=True) == "(8,)"
     assert why(near, engine="reference") == "reference skips no tiles"
     assert why(near, dropout_p=0.1) == "dropout is by place"
-    assert why(near, 100) == "the grid has 16384 points, the call 100 queries and 100 keys"
+    assert why(masks.on_grid(near.function, (128, 128), 13), 100) == "the grid has 16384 points, the call 100 queries and 100 keys"
     assert why(masks.neighborhood(128 * 128, 13)) == "the grid has one axis"
     assert why(masks.neighborhood((32, 32), 7), 1024).endswith("too little for the copies it takes")
     for mask in (masks.causal, near | masks.causal, ~near, near & masks.neighborhood((64, 256), 13), lambda b, h, q, kv: q >= kv, None):

@@ -30,7 +30,7 @@ def check_against_the_cpu(mask: object, batch: int, heads: int, lengths: tuple[i
 def test_maps_are_those_of_the_cpu(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "SEEN_WHOLE", WAYS[way])
     for lengths, tile in (((97, 130), (32, 64)), ((65, 63), (48, 80)), ((1, 70), (16, 16)), ((700, 900), (128, 128)), ((640, 512), (32, 16))):
-        check_against_the_cpu(CASES[name].make(*lengths), BATCH, HEADS, lengths, tile)
+        check_against_the_cpu(CASES[name].function(*lengths), BATCH, HEADS, lengths, tile)
 
 
 @settings(max_examples=200)

@@ -19,7 +19,7 @@ WAYS = {"every tile": build.SEEN_WHOLE, "those that bounds leave open": 0}  # ma
 def test_map_is_exact(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "SEEN_WHOLE", WAYS[way])
     for (q_len, kv_len), tile in (((97, 130), (32, 64)), ((65, 63), (48, 80)), ((1, 70), (16, 16))):
-        mask = CASES[name].make(q_len, kv_len)
+        mask = CASES[name].function(q_len, kv_len)
         found = looked_map(mask, BATCH, HEADS, (q_len, kv_len), tile, "cpu")
         uses = CASES[name].uses
         assert found.shape == (BATCH if "b" in uses else 1, HEADS if "h" in uses else 1, q_len, kv_len)

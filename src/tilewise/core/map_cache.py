@@ -4,11 +4,13 @@ A map depends on its mask's program and numbers, on the sizes of the problem, an
 `contents_key` stands for the last: a tensor changed in place or replaced gives another key, and an unchanged one is never looked at again.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilewise.core.problem import Problem
 from tilewise.core.weak_cache import WeakCache
@@ -26,15 +28,30 @@ def exact(floats: tuple[float, ...]) -> tuple[float | str, ...]:
 
 
 def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
-    """What the contents of tensors are known by; None if their changes leave no trace (inference tensors have no version).
+    """What the contents of tensors are known by; None if they cannot be known (`has_known_contents`).
 
     Identity, and `_version`, which torch raises with every change in place, would do if nobody assigned to `.data`: that swaps a tensor's memory, shape,
-    strides or dtype behind both, so these are part of the key. What writes through a pointer of its own (numpy, DLPack) is not seen: docs/masks.md.
+    strides or dtype behind both, so these are part of the key. Addresses get reused, so the memory is known by a weak reference to its storage, which equals
+    another only if both are of one that lives. What writes through a pointer of its own (numpy, DLPack) is not seen: docs/masks.md.
     Ids get reused: caches that outlive the tensors check identity too (weak_cache.py).
     """
-    if any([t.is_inference() for t in tensors]):
+    if not all([has_known_contents(t) for t in tensors]):
         return None
-    return tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+    return tuple([(id(t), *contents_of(t)) for t in tensors])
+
+
+def contents_of(tensor: Tensor) -> tuple[Any, ...]:
+    """contents_key of one tensor, but for which tensor it is."""
+    return (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, weakref.ref(tensor.untyped_storage()))
+
+
+def has_known_contents(tensor: Tensor) -> bool:
+    """Whether no change of a tensor's contents goes unseen as long as it is weakly referenced.
+
+    Inference tensors have no version. A Parameter may be given another one's version with its memory by torch.utils.swap_tensors, which `Module.to` and
+    `load_state_dict` use if they are told to, and which refuses tensors that are weakly referenced.
+    """
+    return type(tensor) is not Parameter and not tensor.is_inference()
 
 
 class _Kept(NamedTuple):
@@ -111,7 +128,8 @@ def refuse_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise MisuseError(
             "the tile map of this mask is not there yet and cannot be made while a CUDA graph is captured: call attention once before the capture, "
-            "with the same mask on tensors of the same sizes (and its backward, if that is captured too)"
+            "with the same mask on tensors of the same sizes (and its backward, if that is captured too). Masks that load from Parameters or inference tensors "
+            "get a new map in every call: let them load from a buffer"
         )
 
 

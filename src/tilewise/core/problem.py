@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.lang import BoundProgram, trace_mask, trace_score
+from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, broadcast_load, causal
-from tilewise.scores import ScoreFunction, Sinks, as_scores, coverage
+from tilewise.named import Named
+from tilewise.scores import ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent, TileMap, read_mask
 
@@ -161,7 +162,7 @@ def make_problem(
     dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
     if 0 in extent:  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
         mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
-    check_covers([mask, *as_scores(score)], extent)
+    check_sizes([mask, *as_scores(score)], extent)
     reading = read_mask(mask, extent, query.device)
     call, name = reading.call, reading.name
     if options.is_causal:
@@ -317,13 +318,12 @@ def _same_device(tiles: TileMap | None, device: torch.device) -> TileMap | None:
     return tiles
 
 
-def check_covers(given: list[Any], extent: Extent) -> None:
-    """Masks and scores of this library know how many queries, keys, heads and batch elements they are made for."""
-    having = {"b": (extent.batch, "batch elements"), "h": (extent.heads, "heads"), "q": (extent.q_len, "queries"), "kv": (extent.kv_len, "keys")}
-    for known in coverage(given):
-        count, name = having[known.axis]
-        if count > known.size or (known.exactly and count < known.size):
-            raise InputError(f"{known.what} is made for {known.size} {name}, the call has {count}: make it for as many (expand a tensor of one for all)")
+def check_sizes(given: list[Any], extent: Extent) -> None:
+    """Masks and scores of this library know how many batch elements, heads, queries and keys they are made for."""
+    sizes = dict(zip(INDICES, extent, strict=True))
+    for function in given:
+        if isinstance(function, Named):
+            function.check_sizes(sizes)
 
 
 def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:

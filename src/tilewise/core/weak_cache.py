@@ -13,6 +13,7 @@ Value = TypeVar("Value")
 class _Entry(NamedTuple):
     value: Any
     objects: tuple["weakref.ref[Any]", ...]
+    lifetimes: tuple["weakref.ref[Any]", ...]
 
 
 class WeakCache(Generic[Value]):
@@ -40,8 +41,10 @@ class WeakCache(Generic[Value]):
         value: Value = entry.value
         return value
 
-    def keep(self, key: Any, objects: Sequence[Any], value: Value) -> None:
-        entry = _Entry(value, tuple([weakref.ref(thing, partial(_note, self._gone.append, key)) for thing in objects]))
+    def keep(self, key: Any, objects: Sequence[Any], value: Value, lifetimes: Sequence[Any] = ()) -> None:
+        """`lifetimes` are objects that `find` need not compare, but without which the value is of no use."""
+        gone = partial(_note, self._gone.append, key)
+        entry = _Entry(value, tuple([weakref.ref(thing, gone) for thing in objects]), tuple([weakref.ref(thing, gone) for thing in lifetimes]))
         with self._lock:
             while self._gone:  # here, not in the callback, which may come at any moment
                 self._drop_if_gone(self._gone.popleft())
@@ -52,7 +55,7 @@ class WeakCache(Generic[Value]):
 
     def _drop_if_gone(self, key: Any) -> None:
         entry = self._entries.get(key)
-        if entry is not None and any([ref() is None for ref in entry.objects]):  # else another has its place
+        if entry is not None and any([ref() is None for ref in entry.objects + entry.lifetimes]):  # else another has its place
             del self._entries[key]
 
     def clear(self) -> None:

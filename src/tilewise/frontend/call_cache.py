@@ -1,7 +1,7 @@
 """The call cache: a call like an earlier one skips the checks, the tracing, the choice of an engine and its preparations.
 
 This is the plan's call layer; call_key.py says what a call is known by. Tensors are held weakly: nothing here keeps one alive, and a
-cached call goes when one of the tensors its mask or score holds has gone.
+cached call goes when one of the tensors its mask or score holds has gone, or the memory of one.
 """
 
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ _calls: WeakCache[CachedCall] = WeakCache(MAX_CALLS)
 
 
 def find(key: CallKey | None) -> CachedCall | None:
-    return None if key is None else _calls.find(key.key, key.held)
+    return None if key is None else _calls.find(key.key, key.watched)
 
 
 def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, mask_name: str) -> CachedCall:
@@ -98,7 +98,8 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
         sinks=None if problem.sinks is None else places[id(problem.sinks)],
         tiles=None if problem.tiles is None else places[id(problem.tiles)],
     )
-    _calls.keep(key.key, key.held, kept)
+    captured = () if problem.score is None else problem.score.captures
+    _calls.keep(key.key, key.watched, kept, [t.untyped_storage() for t in captured])
     return kept
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from tilewise.core.problem import Options
 from tilewise.core.tf32 import allows_tf32
@@ -67,10 +68,16 @@ SAFE_NAMES = frozenset([*FUNCTIONS, *dir(math), *dir(operator), *BUILTINS, *TENS
 
 
 class CallKey(NamedTuple):
-    """What a call is known by, and the tensors, maps and code objects that its mask and score hold: found by id, so identity is checked too."""
+    """What a call is known by, and the tensors and the map that its mask and score hold.
+
+    The key has ids of code objects, maps and tensors. Ids get reused, so those that are `watched` must be the same objects: code, maps, and the mask's
+    tensors, whose contents plans depend on. Of a score's tensors they depend on what the key says, and on nothing else, so these are not watched:
+    torch.utils.swap_tensors refuses tensors that are weakly referenced.
+    """
 
     key: tuple[Any, ...]
     held: tuple[Any, ...]
+    watched: tuple[Any, ...]
 
 
 _kinds: dict[torch.device, str] = {}
@@ -117,15 +124,19 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
         value.requires_grad,
     )
     if mask is None and score is None:
-        return CallKey(known, ())
+        return CallKey(known, (), ())
     parts: list[Any] = [known]
     held: list[Any] = []
-    if _add(mask, parts, held, MAX_DEPTH) and _add(score, parts, held, MAX_DEPTH):
-        return CallKey(tuple(parts), tuple(held))
-    return None
+    codes: list[Any] = []
+    if not _add(mask, parts, held, codes, MAX_DEPTH) or not all([type(t) is not Parameter for t in held]):
+        return None
+    mask_holds = tuple(held)
+    if not _add(score, parts, held, codes, MAX_DEPTH):
+        return None
+    return CallKey(tuple(parts), tuple(held), (*mask_holds, *codes))
 
 
-def _add(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
+def _add(value: Any, parts: list[Any], held: list[Any], codes: list[Any], depth: int) -> bool:
     """Add what a value is known by; False if that cannot be told."""
     kind = type(value)
     parts.append(kind)
@@ -133,7 +144,7 @@ def _add(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
         parts.append(repr(value) if kind is float and value == 0.0 else value)  # 0.0 == -0.0
         return True
     if kind is FunctionType:
-        return depth > 0 and _add_function(value, parts, held, depth - 1)
+        return depth > 0 and _add_function(value, parts, held, codes, depth - 1)
     if kind in PLAIN:
         if value.is_inference() or (depth == MAX_DEPTH and value.is_floating_point()):  # an additive mask: its contents decide how it is read
             return False
@@ -145,35 +156,35 @@ def _add(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
         held.append(value)
         return True
     if kind is Sinks:
-        return _add(value.logits, parts, held, depth - 1)
+        return _add(value.logits, parts, held, codes, depth - 1)
     if kind is Mask:
         parts += (value.grid, value.covers)  # the sizes it is made for are checked once
-        return _add(value.function, parts, held, depth)
+        return _add(value.function, parts, held, codes, depth)
     if kind is Score:
         parts.append(value.covers)
-        return _add(value.function, parts, held, depth)
+        return _add(value.function, parts, held, codes, depth)
     if kind is tuple or (kind is list and depth == MAX_DEPTH):  # a list only of scores: any other may change
         parts.append(len(value))
-        return depth > 0 and all([_add(v, parts, held, depth if depth == MAX_DEPTH else depth - 1) for v in value])
+        return depth > 0 and all([_add(v, parts, held, codes, depth if depth == MAX_DEPTH else depth - 1) for v in value])
     if kind is partial:
         parts += (len(value.args), *value.keywords)
-        return all([_add(v, parts, held, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])
+        return all([_add(v, parts, held, codes, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])
     return False
 
 
-def _add_function(function: FunctionType, parts: list[Any], held: list[Any], depth: int) -> bool:
+def _add_function(function: FunctionType, parts: list[Any], held: list[Any], codes: list[Any], depth: int) -> bool:
     code = function.__code__
     parts.append(id(code))  # to hash a code object takes longer than all the rest
-    held.append(code)
+    codes.append(code)
     for cell in function.__closure__ or ():
         try:
             found = cell.cell_contents
         except ValueError:  # not yet assigned
             return False
-        if not _add(found, parts, held, depth):
+        if not _add(found, parts, held, codes, depth):
             return False
     for default in function.__defaults__ or ():
-        if not _add(default, parts, held, depth):
+        if not _add(default, parts, held, codes, depth):
             return False
     if function.__kwdefaults__:
         return False
@@ -191,7 +202,7 @@ def _add_function(function: FunctionType, parts: list[Any], held: list[Any], dep
         if type(found) is ModuleType:
             if found not in CONSTANT_MODULES:
                 return False
-        elif not _add(found, parts, held, depth):
+        elif not _add(found, parts, held, codes, depth):
             return False
     return True
 

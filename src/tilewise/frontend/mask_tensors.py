@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import scores
+from tilewise.core.map_cache import contents_of, has_known_contents
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
 
@@ -36,9 +37,10 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
     check(mask, sizes)
     if torch.compiler.is_compiling() or mask.requires_grad or type(mask) not in (Tensor, torch.nn.Parameter):
         return None
-    if mask.is_inference():  # inference tensors have no version counter, so changes in place go unnoticed: do not cache
+    whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
+    if not has_known_contents(mask) or not has_known_contents(whole):
         return _look(mask, sizes)
-    return _readings.get(mask, sizes)
+    return _readings.get(mask, whole, sizes)
 
 
 def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
@@ -56,9 +58,8 @@ class _Readings:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Any, tuple[weakref.ref[Tensor], Reading]] = OrderedDict()
 
-    def get(self, mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-        whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
-        key = (id(whole), mask._version, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, sizes)
+    def get(self, mask: Tensor, whole: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+        key = (id(whole), *contents_of(mask), sizes)
         with self._lock:
             found = self._kept.get(key)
             if found is not None and found[0]() is whole:
@@ -101,14 +102,14 @@ def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
     if allows_all:
         return Reading()
     if heads > 1 and not heads_agree:
-        return Reading(Mask(broadcast_load(mask), "tensor", *mask.shape))
+        return Reading(Mask(broadcast_load(mask), "tensor", *mask.shape, fixed=True))
     if is_padding:
         return Reading(padding(lengths.flatten().expand(sizes[0]).contiguous()))
     if queries == 1:
-        return Reading(Mask(broadcast_load(first), "key_padding", *first.shape))
+        return Reading(Mask(broadcast_load(first), "key_padding", *first.shape, fixed=True))
     if is_product:  # an outer product of query and key padding
-        return Reading(Mask(_both(broadcast_load(rows), broadcast_load(columns)), "token_padding", *first.shape))
-    return Reading(Mask(broadcast_load(first), "tensor", *first.shape))
+        return Reading(Mask(_both(broadcast_load(rows), broadcast_load(columns)), "token_padding", *first.shape, fixed=True))
+    return Reading(Mask(broadcast_load(first), "tensor", *first.shape, fixed=True))
 
 
 def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.masks import Mask
+from tilewise.named import AXES, Named
 from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
 
 
@@ -64,6 +65,8 @@ def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[
             f"packed sequences take a mask function or a mask of tilewise.masks, which see positions inside each sequence; got {type(mask).__name__}"
         )
 
+    _check_sizes([mask, *as_scores(score)], packed)
+
     def same_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
         number, i, j = q_sequence[q], q_position[q], kv_position[kv]
         allowed = (number == kv_sequence[kv]) & (number >= 0)
@@ -79,6 +82,21 @@ def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[
 
     label = "packed" if mask is None else f"packed {getattr(mask, 'name', 'mask')}"
     return Mask(same_sequence, label), [s if isinstance(s, Sinks) else within_sequence(s) for s in as_scores(score)]
+
+
+def _check_sizes(functions: list[Any], packed: Packed) -> None:
+    """What is made for certain sizes has as many heads and sequences, and covers the longest of them: shorter ones are packed with it, that is the point."""
+    for function in functions:
+        if not isinstance(function, Named):
+            continue
+        function.check_sizes({"h": packed.query.shape[1], "b": packed.q_offsets.shape[0] - 1})
+        for what, axis, size in function.covers:
+            offsets = {"q": packed.q_offsets, "kv": packed.kv_offsets}.get(axis)
+            if offsets is None or len(offsets) < 2 or torch.compiler.is_compiling():  # contents are unknown while compiling
+                continue
+            longest = int(offsets.diff().max())
+            if longest > size:
+                raise InputError(f"{what} is made for sequences of up to {size} {AXES[axis]}, the longest here has {longest}: make it for as many")
 
 
 def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:

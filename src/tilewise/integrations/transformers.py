@@ -73,7 +73,7 @@ def make_mask(
     elif asked is causal_mask_function and isinstance(q_offset, int):
         found = _causal(q_length, kv_length, q_offset - kv_offset)
     else:
-        found = Mask(_shifted(asked, q_offset, kv_offset), _name(asked))
+        found = Mask(_shifted(asked, q_offset, kv_offset), _name(asked), fixed=True)  # for one forward of the model: its layers trace it once
     if padding is not None:
         found = padding if found is None else found & padding
     return TracedMask(found, (batch_size, 1, q_length, kv_length), config)
@@ -85,7 +85,7 @@ def _causal(q_length: int, kv_length: int, offset: int) -> Mask | None:
         return None  # the first query sees every key
     if offset == 0:
         return masks.causal
-    return Mask(lambda b, h, q, kv: q + offset >= kv, "causal", f"offset {offset}")
+    return Mask(lambda b, h, q, kv: q + offset >= kv, "causal", f"offset {offset}", fixed=True)
 
 
 def _shifted(function: Callable[..., Any], q_offset: int | Tensor, kv_offset: int) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def _padding(keep: Tensor | None, kv_length: int, kv_offset: int) -> Mask | None
         reading = mask_tensors.read(visible[:, None, None, :], (visible.shape[0], 1, 1, visible.shape[1]))
         assert reading is not None
         return reading.mask
-    return Mask(lambda b, h, q, kv: visible[b, kv], "key_padding")
+    return Mask(lambda b, h, q, kv: visible[b, kv], "key_padding", fixed=True)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

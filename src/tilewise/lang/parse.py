@@ -1,6 +1,8 @@
 """A program read back from its text."""
 
+import copyreg
 from functools import lru_cache
+from typing import Any
 
 from tilewise.lang.ops import OPS, infer
 from tilewise.lang.program import CaptureSpec, Program, Tape, literal_value, program_of
@@ -31,3 +33,10 @@ def parse(text: str) -> Program:
             attr = "" if attr == "-" else attr
             tape.put(op, at, attr, infer(OPS[op], tuple(tape.type(a) for a in at), attr))
     return program_of(tape.instructions, tuple(map(int, tail[3:].split())), captures)
+
+
+def _by_text(program: Program) -> tuple[Any, ...]:
+    return parse, (program.text,)
+
+
+copyreg.pickle(Program, _by_text)  # a program is pickled as its text

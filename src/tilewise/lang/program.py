@@ -7,11 +7,11 @@ slots). The program's text is its key, and enough to rebuild it (parse.py).
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.lang.types import DIMENSIONED, INDEX, NUMBER, ZERO_DIM, Type
+from tilewise.lang.types import DIMENSIONED, INDEX, NAME_OF, NUMBER, ZERO_DIM, Type
 
 INDICES = ("b", "h", "q", "kv")
 
@@ -106,6 +106,9 @@ class Program:
             found.append(frozenset(own).union(*(found[a] for a in args)))
         return tuple(found)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Program":
+        return self  # nothing in it changes
+
     @property
     def result_type(self) -> Type:
         return self.instructions[self.results[0]].type
@@ -148,6 +151,10 @@ class BoundProgram:
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
     repeatable: bool = True  # tracing looked at no tensor's contents, so it would give the same again
+
+    def fits_captures(self) -> bool:
+        """Whether the captured tensors still have the dtypes and ranks that the program was made for."""
+        return self.program.captures == tuple([CaptureSpec(NAME_OF[t.dtype], t.dim()) for t in self.captures])
 
     def with_captures(self, captures: tuple[torch.Tensor, ...]) -> "BoundProgram":
         """The same of other tensors."""

@@ -146,6 +146,9 @@ def tile_map(
     if min(q_len, kv_len) < 0 or min(tile) < 1:
         raise InputError(f"tile_map takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
     extent = Extent(1 if batch is None else batch, 1 if heads is None else heads, q_len, kv_len)
+    if isinstance(mask, Mask) and 0 not in extent:
+        several = {axis: size for axis, size in (("b", extent.batch), ("h", extent.heads)) if size > 1}  # one may stand for all
+        mask.check_sizes({"q": q_len, "kv": kv_len} | several)
     try:
         reading = read_mask(mask, extent, device)
     except TraceError:

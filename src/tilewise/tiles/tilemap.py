@@ -42,6 +42,10 @@ class TileMap:
         if self.mask is None:
             object.__setattr__(self, "given", True)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle of the map holds: all but what engines made of it."""
+        return vars(self) | {"derived": {}}
+
     def remember(self, name: str, make: Callable[[], Value]) -> Value:
         """The value of `make`, computed once and cached with the map."""
         if name not in self.derived:

@@ -17,7 +17,8 @@ from tilewise.engines.gpu.limits import NO_TRITON
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend.token_order import best_permutation, token_permute
 from tilewise.masks import Mask
-from tilewise.scores import as_scores, coverage
+from tilewise.named import Named
+from tilewise.scores import as_scores
 
 HEADS, LENGTH = 2, 4096  # kernels take sizes as arguments, so these only have to be plausible
 CPU, CPP = "cpu", "cpp"  # an architecture, and its engine
@@ -64,7 +65,8 @@ def build_kernels(
     wanted: list[Build] = []
     if gpus:
         singles = [_problem(mask, score, dim, _dtype(dtype), 1) for dtype in dtypes for dim in head_dims for mask in masks for score in scores]
-        wanted += _for_gpus(problems, singles if decode else [], gpus, backward)
+        decoding = [p for p in singles if p.q_len == 1]  # a mask may be made for more queries
+        wanted += _for_gpus(problems, decoding if decode else [], gpus, backward)
     if CPU in names:
         wanted += _for_cpu(problems, backward)
     before = _built()
@@ -169,8 +171,9 @@ def _problem(mask: Any, score: Any, dim: int, dtype: torch.dtype, q_len: int) ->
     length = LENGTH if grid is None else prod(grid.shape)
     sizes = {"b": 1, "h": HEADS, "q": length if q_len == LENGTH else q_len, "kv": length}
     functions = list(as_scores(score))
-    for known in coverage([mask, *functions]):
-        sizes[known.axis] = known.size if known.exactly else min(sizes[known.axis], known.size)
+    for function in (mask, *functions):
+        if isinstance(function, Named):
+            sizes.update({known.axis: known.size for known in function.covers})
     query, key = (torch.empty(sizes["b"], sizes["h"], sizes[axis], dim, dtype=dtype, device="meta") for axis in ("q", "kv"))
     return problem_of_call(query, key, key, mask, functions or None, Options(), "bhsd", None)[0]
 
