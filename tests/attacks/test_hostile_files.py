@@ -133,7 +133,8 @@ def test_booleans_are_0_or_1(tmp_path: Path) -> None:
 def test_headers_that_are_hardly_json(path: Path) -> None:
     parts = parts_of(path.read_bytes())
     text = parts[HEADER].decode()
-    for header in ("[" * 100_000, "{}", "[]", "null", '{"format": ' * 50_000, text[:-1], text[:-1] + ', "given": true}', text + " {}", text.replace("32", "1" * 5000)):
+    twice, long = text[:-1] + ', "given": true}', text.replace("32", "1" * 5000)
+    for header in ("[" * 100_000, '{"format": ' * 50_000, "{}", "[]", "null", text[:-1], text + " {}", twice, long):
         path.write_bytes(packed(parts | {HEADER: header.encode()}))
         refusal(path)
     path.write_bytes(packed(parts | {HEADER: b"\xff\xfe\x00"}))
@@ -212,7 +213,8 @@ def test_a_loaded_map_decodes(engine: str, tmp_path: Path) -> None:
 
 def test_every_named_mask_is_read_back(tmp_path: Path) -> None:
     """The reader is no stricter than the writer."""
-    for mask in (masks.causal, masks.sliding_window(5), masks.causal | masks.prefix_lm(3), masks.neighborhood((4, 8), 3), ~masks.dilated_window(2, 3) & masks.full, masks.document(lengths=[5, 27]), masks.global_tokens(2)):
+    named = [masks.causal, masks.sliding_window(5), masks.prefix_lm(3), masks.dilated_window(2, 3), masks.document(lengths=[5, 27]), masks.neighborhood((4, 8), 3)]
+    for mask in [*named, named[0] & ~named[1] | named[2]]:
         tile_map = tw.tile_map(mask, q_len=LENGTH, kv_len=LENGTH, tile=(8, 8))
         tile_map.save(tmp_path / "map")
         assert TileMap.load(tmp_path / "map") == tile_map
