@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.core import store
+from tilewise.core import folders, store
 
 KEY = "ab" * 32
 PARTS = {"facts": b"{}", "cubin": bytes(range(256)) * 40}
@@ -20,7 +20,7 @@ PARTS = {"facts": b"{}", "cubin": bytes(range(256)) * 40}
 # Builds the same entry, slowly, and says whether it had to.
 BUILDER = """
 import sys, time
-from tilewise.core import store
+from tilewise.core import folders, store
 key, parts = sys.argv[1], {"facts": b"{}", "cubin": bytes(range(256)) * 40}
 with store.building(key):
     if store.read(key) is None:
@@ -36,8 +36,8 @@ print("read", flush=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "store"
     monkeypatch.setenv(store.VARIABLE, str(root))
-    store._private_folder.cache_clear()
-    store._warned.clear()
+    folders.private_folder.cache_clear()
+    folders._warned.clear()
     return root
 
 
