@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tilewise.core.folders import VARIABLE, kernel_root, warn_once
+from tilewise.core.folders import NOWHERE, VARIABLE, kernel_root, warn_once
 
 __all__ = [
     "VARIABLE",
@@ -60,7 +60,7 @@ def read(key: str) -> Parts | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        warn_once(f"the kernel store cannot be read ({error}); kernels are built again")
+        warn_once(f"the kernel store cannot be read ({error.strerror}); kernels are built again")
         return None
     try:
         parts = unpack(raw)
@@ -75,6 +75,8 @@ def read(key: str) -> Parts | None:
 def write(key: str, parts: Parts) -> None:
     """Keep an entry. A disk that is full or read-only costs the next process a build, nothing more."""
     path = path_of(key)
+    if path.parent == NOWHERE:  # the user has been told
+        return
     temporary = ""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{key[:16]}.", suffix=".tmp", delete=False) as file:
@@ -82,7 +84,7 @@ def write(key: str, parts: Parts) -> None:
             file.write(pack(parts))
         os.replace(temporary, path)
     except OSError as error:
-        warn_once(f"the kernel store {path.parent} cannot be written ({error}); kernels stay in memory")
+        warn_once(f"the kernel store {path.parent} cannot be written ({error.strerror}); kernels stay in memory")
         if temporary:
             with suppress(OSError):
                 os.unlink(temporary)
