@@ -72,11 +72,11 @@ def read(key: str) -> Parts | None:
     return parts
 
 
-def write(key: str, parts: Parts) -> None:
-    """Keep an entry. A disk that is full or read-only costs the next process a build, nothing more."""
+def write(key: str, parts: Parts) -> bool:
+    """Keep an entry; whether that was possible. A disk that is full or read-only costs the next process a build, nothing more."""
     path = path_of(key)
     if path.parent == NOWHERE:  # the user has been told
-        return
+        return False
     temporary = ""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{key[:16]}.", suffix=".tmp", delete=False) as file:
@@ -88,8 +88,9 @@ def write(key: str, parts: Parts) -> None:
         if temporary:
             with suppress(OSError):
                 os.unlink(temporary)
-        return
+        return False
     trim()
+    return True
 
 
 def find(key: str, use: Callable[[Parts], Value]) -> Value | None:
