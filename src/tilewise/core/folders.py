@@ -92,6 +92,8 @@ def temporary_folder() -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix="tilewise-")
     except OSError:
+        if kernel_root() == NOWHERE:
+            raise
         made = tempfile.TemporaryDirectory(prefix="tilewise-", dir=kernel_root())
     with made as folder:
         yield Path(folder)

@@ -4,13 +4,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-MISTAKE, REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 141  # exit codes; the last two are what shells give for the signals
+MISTAKE, REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 1  # exit codes; a closed pipe's is Typer's own, where it sees it first
 
 
 def main() -> None:
     try:
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # before the command itself: torch takes seconds to import
+    except KeyboardInterrupt:  # before the command itself, or after it
         code = INTERRUPTED
     sys.exit(code)
 
