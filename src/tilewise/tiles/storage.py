@@ -98,7 +98,7 @@ def _members(file: zipfile.ZipFile, raw: IO[bytes]) -> dict[str, zipfile.ZipInfo
 def _header(file: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo]) -> dict[str, Any]:
     if HEADER not in members or members[HEADER].file_size > LONGEST_HEADER:
         raise InputError(f"it has no {HEADER} of at most {LONGEST_HEADER} bytes")
-    header = json.loads(file.read(HEADER), object_pairs_hook=_object, parse_constant=_no_number)
+    header: dict[str, Any] = json.loads(file.read(HEADER), object_pairs_hook=_object, parse_constant=_no_number)
     known = header.get("format") if isinstance(header, dict) else None
     if known != FORMAT:
         raise InputError(f"it holds {str(known)[:80]!r}, this version reads {FORMAT!r}")
@@ -151,11 +151,12 @@ def _read(header: dict[str, Any], tensors: dict[str, Tensor]) -> Stored:
 
 
 def _geometry(values: Any) -> Geometry:
-    right = _integers(values, 0, LONGEST) and len(values) == 6 and all([1 <= tile <= LARGEST_TILE for tile in values[4:]])
-    found = Geometry(*values[:4], tuple(values[4:])) if right else None
-    if found is None or max(found.q_tiles, found.kv_tiles) > MOST_TILES:
-        raise InputError(f"its lengths and tiles are {str(values)[:80]}")
-    return found
+    if _integers(values, 0, LONGEST) and len(values) == 6 and all([1 <= tile <= LARGEST_TILE for tile in values[4:]]):
+        batch, heads, q_len, kv_len, q_tile, kv_tile = values
+        found = Geometry(batch, heads, q_len, kv_len, (q_tile, kv_tile))
+        if max(found.q_tiles, found.kv_tiles) <= MOST_TILES:
+            return found
+    raise InputError(f"its lengths and tiles are {str(values)[:80]}")
 
 
 def _read_mask(stored: Any, tensors: dict[str, Tensor]) -> BoundProgram:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 MISTAKE, REFUSED, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 1  # exit codes; a closed pipe's is Typer's own, where it sees it first
 
@@ -25,7 +26,8 @@ def run(arguments: Sequence[str]) -> int:
     from tilewise.errors import TilewiseError
     from tilewise.tools.commands import app
 
-    usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")  # which package has it depends on Typer's version
+    # Which package has it depends on Typer's version.
+    usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
         code = app(list(arguments), prog_name="tilewise", standalone_mode=False)
         sys.stdout.flush()

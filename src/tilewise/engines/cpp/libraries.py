@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tilewise._version import __version__
 from tilewise.core import store
@@ -44,7 +44,7 @@ class Library:
             weakref.finalize(self, _ctypes.dlclose, self._library._handle).atexit = False  # at the end of the process, threads may still be in it
         self.addresses: dict[str, int] = {}
 
-    def function(self, name: str) -> "ctypes._NamedFuncPointer":
+    def function(self, name: str) -> Any:
         return getattr(self._library, name)
 
     def address(self, name: str) -> int:
