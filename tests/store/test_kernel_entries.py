@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ def test_a_driver_that_loads_nothing_does_not_have_everything_built_again(built:
         with pytest.raises(UnusableBinary):
             kernel_cache.load("short", "bad", lambda: {}, 0)
     assert built == ["bad", "bad"]
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "~"])
+def test_without_a_home_triton_gets_a_folder(home: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from tilewise.engines.gpu.compiler import give_triton_a_folder
+
+    for variable in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.setenv(variable, "")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", home))
+    give_triton_a_folder.__wrapped__()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir() and not Path("~").exists() and "TRITON_CACHE_DIR" in caplog.text
 
 
 @pytest.mark.parametrize("configs", [b"rubbish", b"[]", b"[[1]]", b"[" * 100_000, b"7"])

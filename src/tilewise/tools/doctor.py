@@ -94,7 +94,10 @@ def _compiler() -> Finding:
 def _half_products() -> Finding:
     """torch's own bfloat16 matmul on the CPU, tried in a subprocess: on some virtual machines it kills the process."""
     product = "import torch; a = torch.ones((64, 64), dtype=torch.bfloat16); a @ a"
-    done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=300, check=False)
+    try:
+        done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("torch's bfloat16 on cpu", "note", f"could not be tried: {error}")
     if done.returncode == 0:
         return Finding("torch's bfloat16 on cpu", "ok", "a product of matrices runs")
     detail = f"a product of matrices ends Python (exit code {done.returncode}): the processor announces instructions that it does not run"
