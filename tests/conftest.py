@@ -30,11 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel store, and memories of configurations, of the test's own."""
-    from tilewise.core import store
+    from tilewise.core import folders, store
     from tilewise.engines.gpu import tuning
     from tilewise.engines.triton import fitting
 
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
-    store._private_folder.cache_clear()
+    folders.private_folder.cache_clear()
     monkeypatch.setattr(tuning, "_found", {})
     monkeypatch.setattr(fitting, "_fitting", {})

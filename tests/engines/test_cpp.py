@@ -253,6 +253,7 @@ FAULTS = {
     "none": (None, "no C++ compiler was found"),
     "fails": ("echo 'cc1plus: error: out of patience' >&2; exit 1", "out of patience"),
     "lies": ("exit 0", "ended with 0"),
+    "speaks no UTF-8": (r"printf 'error: \\377\\376 no\\n' >&2; exit 1", "no"),
     "writes rubbish": ('for last; do :; done; echo rubbish > "$last"', "could not be loaded"),
 }
 
@@ -271,21 +272,37 @@ def test_without_a_working_compiler_blocked_serves(fault: str, tmp_path: Path) -
     assert "install" in stderr or fault == "writes rubbish"
 
 
-def test_a_compiler_that_stops_working_is_replaced_by_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@available
+def test_a_program_that_does_not_compile_is_served_by_blocked_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from tilewise.engines import cpp
-    from tilewise.engines.cpp import compiler
+    from tilewise.engines.cpp import compiler, libraries
 
-    def fail(source: str, extra: tuple[str, ...]) -> bytes:
-        raise compiler.CompilerError("the C++ compiler ran out of disk")
+    compiled, tried = compiler.compiled, []
+
+    def fails_on_powers(source: str, extra: tuple[str, ...]) -> bytes:
+        tried.append(source)
+        if "integer_power" in source:
+            raise compiler.CompilerError("the C++ compiler ran out of disk")
+        return compiled(source, extra)
+
+    def bad(b, h, i, j):
+        return (i**3 + j) % 5 > 1
 
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
-    monkeypatch.setattr(cpp, "_missing", [None])
-    monkeypatch.setattr(compiler, "compiled", fail)
+    monkeypatch.setattr(compiler, "compiled", fails_on_powers)
+    monkeypatch.setattr(libraries, "_failed", {})
     q = torch.randn(1, 1, 40, 8)
-    found = tw.attention(q, q, q, mask=lambda b, h, i, j: (i * 37 + j * 41) % 5 > 1, backend="cpp")
-    torch.testing.assert_close(found, tw.attention(q, q, q, mask=lambda b, h, i, j: (i * 37 + j * 41) % 5 > 1, backend="reference"))
-    assert "ran out of disk" in caplog.text
-    assert cpp.missing() == "the C++ compiler ran out of disk"
+    for _ in range(3):
+        torch.testing.assert_close(tw.attention(q, q, q, mask=bad, backend="cpp"), tw.attention(q, q, q, mask=bad, backend="reference"))
+    assert len([source for source in tried if "integer_power" in source]) == 1
+    assert caplog.text.count("ran out of disk") == 1 and "calls with this program are served by tiles of plain torch" in caplog.text
+    assert "pow - " in caplog.text  # which program
+    assert cpp.missing() is None
+    built = libraries.Counts.built
+    tw.attention(q, q, q, mask=lambda b, h, i, j: (i * 37 + j * 43) % 5 > 1, backend="cpp")
+    assert libraries.Counts.built > built
 
 
 @available

@@ -1,10 +1,13 @@
 """Tile maps whose tiles a kernel has looked into, in Triton's interpreter: exactly those of the dense mask."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tilewise as tw
 from tests.support.brute import check_map, dense_mask
 from tests.support.looked_maps import looked_map
 from tests.tiles.test_build import BATCH, CASES, HEADS
@@ -39,3 +42,13 @@ def test_dense_masks(shape: tuple[int, ...]) -> None:
     found = looked_map(dense, 2, 3, (97, 130), (16, 32), "cpu")
     assert found.shape == shape and found.full_tiles > 0
     check_map(found, dense.expand(2, 3, -1, -1))
+
+
+@pytest.mark.parametrize("queries", [40, 1])
+def test_a_loaded_map_attends_as_the_saved_one(queries: int, tmp_path: Path) -> None:
+    offsets = torch.tensor([40, -40, 3])
+    tile_map = tw.tile_map(lambda b, h, q, kv: offsets[kv % 5] > offsets[q - 9], q_len=queries, kv_len=40, tile=(16, 16))
+    tile_map.save(tmp_path / "map")
+    x = torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
+    found = tw.attention(x[:, :, :queries], x, x, mask=tw.TileMap.load(tmp_path / "map"), backend="triton")
+    torch.testing.assert_close(found, tw.attention(x[:, :, :queries], x, x, mask=tile_map, backend="reference"))

@@ -189,6 +189,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "empty capture": (lambda s, b, h, q, kv: s + EMPTY[q], ["(0,)", "no element"]),
     "foreign value": (lambda s, b, h, q, kv: s + "1", ["str '1'", "numbers or tensors"]),
     "huge number": (lambda s, b, h, q, kv: s * (q + 2**63), ["9223372036854775808", "64 bits"]),
+    "huge exponent": (lambda s, b, h, q, kv: s * q**2**70, [str(2**70), "64 bits"]),
 }
 
 

@@ -1,5 +1,6 @@
 """Builds under way: once per kernel, several kernels at a time, what follows beside what is waited for; failures, interruptions, the end of the process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -272,7 +273,7 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
     """Everything but the compiler is real; nothing is stored."""
     from tilewise.core import store
     from tilewise.engines.gpu import background_build
-    from tilewise.engines.gpu.kernel_cache import load_or_build
+    from tilewise.engines.gpu.kernel_cache import FACTS, load_or_build
     from tilewise.engines.gpu.kernel_request import KernelRequest
     from tilewise.engines.gpu.launch import request_of
     from tilewise.engines.registry import engine_named
@@ -282,7 +283,7 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
 
     def compiled(request: KernelRequest, table: object) -> dict[str, bytes]:
         built.append(request.kernel)
-        return {"facts": b'{"shared": 0}', "cubin": b""}
+        return {"facts": json.dumps(dict.fromkeys(FACTS, 0)).encode(), "cubin": b"cubin"}
 
     from tilewise.engines.gpu import compiler
 

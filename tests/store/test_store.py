@@ -7,12 +7,13 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tilewise.core import store
+from tilewise.core import folders, store
 
 KEY = "ab" * 32
 PARTS = {"facts": b"{}", "cubin": bytes(range(256)) * 40}
@@ -20,7 +21,7 @@ PARTS = {"facts": b"{}", "cubin": bytes(range(256)) * 40}
 # Builds the same entry, slowly, and says whether it had to.
 BUILDER = """
 import sys, time
-from tilewise.core import store
+from tilewise.core import folders, store
 key, parts = sys.argv[1], {"facts": b"{}", "cubin": bytes(range(256)) * 40}
 with store.building(key):
     if store.read(key) is None:
@@ -36,8 +37,8 @@ print("read", flush=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "store"
     monkeypatch.setenv(store.VARIABLE, str(root))
-    store._private_folder.cache_clear()
-    store._warned.clear()
+    folders.private_folder.cache_clear()
+    folders._warned.clear()
     return root
 
 
@@ -84,8 +85,12 @@ def test_a_killed_builder_does_not_block_the_others() -> None:
         lambda raw: b"something else entirely",
         lambda raw: store.MAGIC + b"[1, 2]\n",
         lambda raw: store.MAGIC + b"not json\n",
+        lambda raw: store.MAGIC + b"{}\n",
+        lambda raw: store.MAGIC + b"[" * 100_000 + b"\n",
+        lambda raw: store.MAGIC + b'{"library": [-5, ""]}\n',
+        lambda raw: store.MAGIC + b'{"library": [1e400, ""]}\n' + raw,
     ],
-    ids=["empty", "half", "one byte short", "one bit", "longer", "foreign", "odd header", "no header"],
+    ids=["empty", "half", "one byte short", "one bit", "longer", "foreign", "odd header", "no header", "no parts", "deep", "negative size", "infinite size"],
 )
 def test_a_damaged_entry_counts_as_missing_and_is_replaced(damage) -> None:
     """Row 24."""
@@ -164,3 +169,114 @@ def test_clearing_leaves_nothing() -> None:
     with store.building(KEY):
         pass
     assert store.clear() == 1 and not list(store.kernel_root().iterdir())
+
+
+# -- what is kept, and what goes ---------------------------------------------------------------------------------------
+
+
+def keys(count: int) -> list[str]:
+    return [f"{k:02x}" * 32 for k in range(count)]
+
+
+def test_an_entry_that_cannot_be_used_is_built_again() -> None:
+    """Its checksums are right; it is not what it should be."""
+    store.write(KEY, {"other": b"1"})
+    assert store.find(KEY, lambda parts: parts["library"]) is None
+    assert store.find_or_build(KEY, lambda: {"library": b"2"}, lambda parts: parts["library"]) == (b"2", True)
+    assert store.find_or_build(KEY, lambda: {"library": b"3"}, lambda parts: parts["library"]) == (b"2", False)
+
+
+def test_what_is_built_and_cannot_be_used_is_not_kept() -> None:
+    with pytest.raises(KeyError):
+        store.find_or_build(KEY, lambda: {"other": b"1"}, lambda parts: parts["library"])
+    assert store.read(KEY) is None
+
+
+def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = len(store.pack(PARTS))
+    monkeypatch.setattr(store, "most_bytes", lambda: 4 * one)
+    a, b, c, d, e = keys(5)
+    for k, key in enumerate((a, b, c, d)):
+        store.write(key, PARTS)
+        os.utime(store.path_of(key), (k, k))  # long ago, one after the other
+    assert store.read(a) == PARTS  # used now
+    store.write(e, PARTS)
+    assert {p.stem for p in store.entries()} == {a, c, d, e} and store.size() == 4 * one
+
+
+def test_what_a_killed_process_left_goes_too() -> None:
+    old, new = store.kernel_root() / "old.tmp", store.kernel_root() / "new.tmp"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    store.write(KEY, PARTS)
+    assert new.exists() and not old.exists()
+
+
+def test_processes_evict_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 3 * len(store.pack(PARTS))
+    monkeypatch.setattr(store, "most_bytes", lambda: most)
+
+    def build_and_evict(first: int) -> bool:
+        wanted = [f"{(7 * first + k) % 20:02x}" * 32 for k in range(60)]
+        return all([store.find_or_build(key, lambda: PARTS, dict)[0] == PARTS for key in wanted])
+
+    children = []
+    for first in range(4):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if build_and_evict(first) else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert 0 < store.size() <= 2 * most  # some may have been written after the last look
+    assert store.damaged() == []
+
+
+@pytest.mark.parametrize(("given", "mib"), [("", 4096), ("7", 7), ("0", 0), ("7G", 4096), ("-1", 4096)])
+def test_the_size_is_the_variables(given: str, mib: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(store.SIZE_VARIABLE, given)
+    assert store.most_bytes() == mib * 2**20 and store.most_bytes() == mib * 2**20
+    assert len(caplog.records) == (given in ("7G", "-1"))
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_user_without_a_home_gets_a_temporary_store(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for variable in (store.VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    store.write(KEY, PARTS)
+    assert store.read(KEY) == PARTS
+    assert len(caplog.records) == 1 and "no home directory" in caplog.text and store.VARIABLE in caplog.text
+
+
+def test_without_any_folder_kernels_stay_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    folder.write_text("not a folder")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "nowhere"))
+    assert store.find_or_build(KEY, lambda: PARTS, dict) == (PARTS, True)
+    assert store.find_or_build(KEY, lambda: PARTS, dict) == (PARTS, True)
+    assert store.entries() == [] and store.clear() == 0 and store.damaged() == []
+    assert "nor a temporary folder" in caplog.text and len(caplog.records) == 1
+
+
+FALLS_BACK = """
+import os, sys
+from tilewise.core import store
+root = store.kernel_root()
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+print(root, root.is_dir())
+"""
+
+
+def test_a_temporary_store_goes_with_its_process_not_with_a_fork_of_it(folder: Path) -> None:
+    folder.write_text("not a folder")
+    done = subprocess.run([sys.executable, "-c", FALLS_BACK], capture_output=True, text=True, timeout=60, check=True)
+    root, was_there = done.stdout.split()
+    assert was_there == "True" and not Path(root).exists()

@@ -8,91 +8,75 @@ import hashlib
 import json
 import logging
 import os
-import stat
-import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
+
+from tilewise.core.folders import NOWHERE, VARIABLE, kernel_root, warn_once
+
+__all__ = [
+    "VARIABLE",
+    "building",
+    "clear",
+    "damaged",
+    "entries",
+    "find",
+    "find_or_build",
+    "kernel_root",
+    "most_bytes",
+    "pack",
+    "path_of",
+    "read",
+    "rebuilt",
+    "size",
+    "unpack",
+    "warn_once",
+    "write",
+]
 
 logger = logging.getLogger("tilewise")
 
-VARIABLE = "TILEWISE_CACHE_DIR"
+SIZE_VARIABLE = "TILEWISE_CACHE_MIB"
+DEFAULT_MIB = 4096
 MAGIC = b"tilewise kernel 1\n"
 ENDING = ".kernel"
-_warned: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
-
-
-def kernel_root() -> Path:
-    """The folder compiled kernels are kept in: TILEWISE_CACHE_DIR, or tilewise's place in the user's cache directory."""
-    return _private_folder(Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _user_cache() / "tilewise")
-
-
-def _user_cache() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-@lru_cache(maxsize=8)
-def _private_folder(wanted: Path) -> Path:
-    """The folder if it is this user's alone; otherwise a temporary one, so that nobody else's code is ever loaded."""
-    try:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        problem = _not_private(wanted)
-    except OSError as error:
-        problem = str(error)
-    if problem is None:
-        return wanted
-    folder = Path(tempfile.mkdtemp(prefix="tilewise-"))
-    warn_once(f"the kernel store {wanted} cannot be used ({problem}); kernels go to {folder} for this process only. Set {VARIABLE} to a private folder.")
-    return folder
-
-
-def _not_private(folder: Path) -> str | None:
-    status = folder.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        return "it is a symbolic link"
-    if hasattr(os, "getuid") and status.st_uid != os.getuid():
-        return f"it belongs to user {status.st_uid}"
-    if os.name == "posix" and status.st_mode & 0o022:
-        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o}); chmod 700 it"
-    return None
+LEFT_OVER_SECONDS = 3600  # a temporary file of this age was left by a process that was killed
+Value = TypeVar("Value")
+Parts = dict[str, bytes]
 
 
 def path_of(key: str) -> Path:
     return kernel_root() / f"{key}{ENDING}"
 
 
-def read(key: str) -> dict[str, bytes] | None:
+def read(key: str) -> Parts | None:
     """The parts of an entry; None if there is none or it is damaged."""
     path = path_of(key)
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        warn_once(f"the kernel store cannot be read ({error}); kernels are built again")
+        warn_once(f"the kernel store cannot be read ({error.strerror}); kernels are built again")
         return None
     try:
-        return unpack(raw)
+        parts = unpack(raw)
     except ValueError as error:
         logger.info("kernel %s is damaged (%s) and will be built again", path.name, error)
         return None
+    with suppress(OSError):
+        os.utime(path)  # what was used last stays longest
+    return parts
 
 
-def write(key: str, parts: dict[str, bytes]) -> None:
-    """Keep an entry. A disk that is full or read-only costs the next process a build, nothing more."""
+def write(key: str, parts: Parts) -> bool:
+    """Keep an entry; whether that was possible. A disk that is full or read-only costs the next process a build, nothing more."""
     path = path_of(key)
+    if path.parent == NOWHERE:  # the user has been told
+        return False
     temporary = ""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{key[:16]}.", suffix=".tmp", delete=False) as file:
@@ -100,24 +84,45 @@ def write(key: str, parts: dict[str, bytes]) -> None:
             file.write(pack(parts))
         os.replace(temporary, path)
     except OSError as error:
-        warn_once(f"the kernel store {path.parent} cannot be written ({error}); kernels stay in memory")
+        warn_once(f"the kernel store {path.parent} cannot be written ({error.strerror}); kernels stay in memory")
         if temporary:
             with suppress(OSError):
                 os.unlink(temporary)
+        return False
+    trim()
+    return True
 
 
-def find_or_build(key: str, build: Callable[[], dict[str, bytes]]) -> tuple[dict[str, bytes], bool]:
-    """The parts of an entry, and whether they had to be built, which one of all processes that want them does."""
+def find(key: str, use: Callable[[Parts], Value]) -> Value | None:
+    """What `use` makes of an entry's parts; None if there is no entry, or it cannot be used."""
     parts = read(key)
-    if parts is not None:
-        return parts, False
+    if parts is None:
+        return None
+    try:
+        return use(parts)
+    except Exception as error:  # its checksums are right, but it is not what it should be: whatever that is, it is built again
+        logger.info("kernel %s cannot be used (%s: %s) and will be built again", key, type(error).__name__, error)
+        return None
+
+
+def find_or_build(key: str, build: Callable[[], Parts], use: Callable[[Parts], Value]) -> tuple[Value, bool]:
+    """What `use` makes of an entry's parts, and whether they had to be built, which one of all processes that want them does."""
+    found = find(key, use)
+    if found is not None:
+        return found, False
     with building(key):
-        parts = read(key)
-        if parts is not None:
-            return parts, False
-        parts = build()
-        write(key, parts)
-        return parts, True
+        found = find(key, use)
+        if found is not None:
+            return found, False
+        return rebuilt(key, build, use), True
+
+
+def rebuilt(key: str, build: Callable[[], Parts], use: Callable[[Parts], Value]) -> Value:
+    """What `use` makes of what is built now, which replaces an entry that may be there."""
+    parts = build()
+    made = use(parts)
+    write(key, parts)
+    return made
 
 
 @contextmanager
@@ -137,17 +142,18 @@ def building(key: str) -> Iterator[None]:
         lock.release()
 
 
-def pack(parts: dict[str, bytes]) -> bytes:
+def pack(parts: Parts) -> bytes:
     header = {name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in parts.items()}
     return MAGIC + json.dumps(header).encode() + b"\n" + b"".join(parts.values())
 
 
-def unpack(raw: bytes) -> dict[str, bytes]:
+def unpack(raw: bytes) -> Parts:
     """The parts of a packed entry, each checked against its sum; ValueError says what is wrong."""
     if not raw.startswith(MAGIC):
         raise ValueError("not a tilewise kernel")
     line, _, body = raw[len(MAGIC) :].partition(b"\n")
-    parts, at = {}, 0
+    parts: Parts = {}
+    at = 0
     try:
         header = json.loads(line)
         for name, (size, digest) in header.items():
@@ -156,8 +162,10 @@ def unpack(raw: bytes) -> dict[str, bytes]:
                 raise ValueError(f"part {name!r} does not match its checksum")
             parts[name] = data
             at += size
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"unreadable header: {error}") from error
+    if not parts:
+        raise ValueError("no parts")
     if at != len(body):
         raise ValueError("bytes after the last part")
     return parts
@@ -167,10 +175,58 @@ def entries() -> list[Path]:
     return sorted(kernel_root().glob(f"*{ENDING}"))
 
 
+def size() -> int:
+    """Bytes of all entries together."""
+    return sum([used.st_size for _, used in _by_last_use()])
+
+
+def most_bytes() -> int:
+    """How large the store may become: TILEWISE_CACHE_MIB, or 4096 MiB."""
+    given = os.environ.get(SIZE_VARIABLE, "")
+    if given and not (given.isascii() and given.isdigit()):
+        warn_once(f"{SIZE_VARIABLE} must be a whole number of MiB, got {given!r}; {DEFAULT_MIB} is used")
+        given = ""
+    return (int(given) if given else DEFAULT_MIB) * 2**20
+
+
+def trim() -> None:
+    """Remove what was used least recently until the store is no larger than it may be, and what killed processes left.
+
+    Processes may do this at the same time, and read and write meanwhile: an entry goes as a whole, and whoever misses it builds it again.
+    """
+    found = _by_last_use()
+    total, most = sum([used.st_size for _, used in found]), most_bytes()
+    for path, used in found:
+        if total <= most:
+            break
+        with suppress(OSError):
+            if path.stat().st_mtime_ns == used.st_mtime_ns:  # else it has been used in the meantime
+                path.unlink()
+                path.with_suffix(".lock").unlink(missing_ok=True)
+        total -= used.st_size
+    for path in _temporary():
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFT_OVER_SECONDS:
+                path.unlink()
+
+
+def _by_last_use() -> list[tuple[Path, os.stat_result]]:
+    found: list[tuple[Path, Any]] = []
+    for path in entries():
+        with suppress(OSError):  # another process has just removed it
+            found.append((path, path.stat()))
+    return sorted(found, key=lambda entry: entry[1].st_mtime_ns)
+
+
+def _temporary() -> list[Path]:
+    """Entries being written, and libraries being loaded where there is no temporary folder."""
+    return [path for pattern in ("*.tmp", "tilewise-*.so") for path in kernel_root().glob(pattern)]
+
+
 def clear() -> int:
     """Remove every kernel; how many there were."""
     found = entries()
-    for path in [*found, *kernel_root().glob("*.lock"), *kernel_root().glob("*.tmp")]:
+    for path in [*found, *kernel_root().glob("*.lock"), *_temporary()]:
         with suppress(OSError):
             path.unlink()
     return len(found)

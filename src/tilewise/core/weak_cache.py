@@ -1,11 +1,12 @@
 """Values remembered for tensors, without keeping any of them alive."""
 
-import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from tilewise.core.locks import new_lock
 
 Value = TypeVar("Value")
 
@@ -23,7 +24,7 @@ class WeakCache(Generic[Value]):
         self._most = most
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._gone: deque[Any] = deque()  # keys of entries that lost an object
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __len__(self) -> int:
         return len(self._entries)

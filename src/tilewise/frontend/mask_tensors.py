@@ -5,7 +5,6 @@ finfo.min, or -inf) is boolean. Finding out means reading the contents, so the r
 and address: a tensor that is changed in place or replaced is read again.
 """
 
-import threading
 import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import scores
+from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_of, has_known_contents
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
@@ -55,7 +55,7 @@ class _Readings:
 
     def __init__(self) -> None:
         self.looked = 0  # cache misses (for tests)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._kept: OrderedDict[Any, tuple[weakref.ref[Tensor], Reading]] = OrderedDict()
 
     def get(self, mask: Tensor, whole: Tensor, sizes: tuple[int, int, int, int]) -> Reading:

@@ -41,8 +41,7 @@ class Tracer:
         if isinstance(value, bool):
             return self.tape.literal(value)
         if isinstance(value, (int, torch.SymInt)):
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise refuse(f"the number {value} does not fit in 64 bits")
+            _check_fits(value)
             self.ints.append(value)  # type: ignore[arg-type]  # torch's symbols count as numbers
             return self.tape.int_slot(len(self.ints) - 1)
         if isinstance(value, (float, torch.SymFloat)):
@@ -83,6 +82,7 @@ class Tracer:
         """An exponent written as a number is part of the structure: x ** 2 is compiled as a product."""
         if not isinstance(exponent, (int, float)):
             return self.emit("pow", base, exponent)
+        _check_fits(exponent)
         return self.emit("pow", base, Symbol(self, self.tape.literal(exponent)))
 
     def cast(self, value: Symbol, dtype: str) -> Symbol:
@@ -112,6 +112,11 @@ class Tracer:
         if tensor.numel() == 0:
             raise refuse(f"a captured tensor of shape {tuple(tensor.shape)} has no element to load")
         return Symbol(self, self.tape.load(slot, NAME_OF[tensor.dtype], tuple(at)))
+
+
+def _check_fits(value: Any) -> None:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise refuse(f"the number {value} does not fit in 64 bits")
 
 
 def tracer_of(args: tuple[Any, ...]) -> Trace:

@@ -56,6 +56,7 @@ def works(length: int, heads: int, device: torch.device) -> list[Work]:
 
 def run(out: Path, length: int, heads: int, head_dim: int, where: torch.device) -> int:
     """Measure, print the table and draw the bars."""
+    out.parent.mkdir(parents=True, exist_ok=True)  # an error now, not after minutes of measuring
     console = Console()
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -187,7 +188,6 @@ def draw(rates: dict[str, dict[str, Rate]], title: str, path: Path) -> str:
     panels[0].legend()
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return str(path)

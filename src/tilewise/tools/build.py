@@ -1,5 +1,6 @@
 """Builds kernels ahead of time: for this machine's CPU, and for any GPU architecture, with or without a GPU."""
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -185,8 +186,10 @@ def _architecture(name: str | None) -> int:
         major, minor = torch.cuda.get_device_capability()
         return 10 * major + minor
     digits = name.removeprefix("sm_").removesuffix("a")
-    if not digits.isdigit() or int(digits) < 80:
-        raise InputError(f"an architecture is 'cpu', or 'sm_80' or newer, got {name!r}")
+    if not re.fullmatch("[0-9]{2,3}", digits) or int(digits) < 80:
+        meant = re.fullmatch("sm[-_ ]?([0-9]{2,3})a?", name.lower())
+        advice = f"; did you mean 'sm_{meant.group(1)}'?" if meant is not None and int(meant.group(1)) >= 80 else ""
+        raise InputError(f"an architecture is 'cpu', or 'sm_80' or newer, got {name!r}{advice}")
     return int(digits)
 
 

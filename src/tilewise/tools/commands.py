@@ -1,21 +1,27 @@
 """The subcommands of `tilewise`."""
 
 import importlib.util
+import inspect
 import json
 import sys
+import traceback
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 import tilewise
 from tilewise.core import store
-from tilewise.errors import TilewiseError
+from tilewise.engines.cpp.libraries import MAX_LOADED
+from tilewise.errors import InputError, TilewiseError
 
 app = typer.Typer(name="tilewise", help="Attention that you program in Python and that runs tile by tile.", no_args_is_help=True, add_completion=False)
 cache = typer.Typer(help="Look after the store of compiled kernels.", no_args_is_help=True)
@@ -92,7 +98,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         colours = {"ok": "green", "note": "yellow", "problem": "red"}
         table = Table("what", "", "found", "to do")
         for f in findings:
-            table.add_row(f.what, f"[{colours[f.status]}]{f.status}", f.detail, f.fix)
+            table.add_row(f.what, f"[{colours[f.status]}]{f.status}", escape(f.detail), escape(f.fix))
         console.print(table)
     raise typer.Exit(0 if examination.healthy(findings) else 1)
 
@@ -101,7 +107,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 def build(
     what: Annotated[list[str] | None, typer.Argument(help="Masks or scores to build for, as file.py:name; plain and causal if none is given.")] = None,
     arch: Annotated[list[str] | None, typer.Option(help="Architecture, such as sm_90, or cpu; this machine's GPU unless given.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Head dim; 64 and 128 unless given.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, help="Head dim; 64 and 128 unless given.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16 or fp32; bf16 unless given.")] = None,
     forward_only: Annotated[bool, typer.Option(help="Leave out the backward's kernels.")] = False,
     decode: Annotated[bool, typer.Option(help="Also the kernels for single queries over long caches.")] = False,
@@ -110,55 +116,69 @@ def build(
     masks, scores = _functions(what or [])
     if not what:
         masks = [None, tilewise.masks.causal]
-    try:
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("compiling", total=None)
-            report = tilewise.build_kernels(
-                masks or [None],
-                scores or [None],
-                head_dim or [64, 128],
-                dtype or ["bf16"],
-                arch,
-                backward=not forward_only,
-                decode=decode,
-                progress=lambda done, total, name: progress.update(bar, completed=done, total=total, description=name),
-            )
-    except TilewiseError as error:
-        console.print(f"[red]{error}", highlight=False)
-        raise typer.Exit(1) from None
-    console.print(str(report), highlight=False, soft_wrap=True)
+    with Progress(console=console, transient=True) as progress, _told_by_line([name.rpartition(":")[0] for name in what or []]):
+        bar = progress.add_task("compiling", total=None)
+        report = tilewise.build_kernels(
+            masks or [None],
+            scores or [None],
+            head_dim or [64, 128],
+            dtype or ["bf16"],
+            arch,
+            backward=not forward_only,
+            decode=decode,
+            progress=lambda done, total, name: progress.update(bar, completed=done, total=total, description=escape(name)),
+        )
+    console.print(str(report), highlight=False, soft_wrap=True, markup=False)
 
 
 def _functions(names: list[str]) -> tuple[list[Any], list[Any]]:
     """file.py:name -> the mask functions and the score functions among them, told apart by their parameters."""
-    import inspect
-
     masks: list[Any] = []
     scores: list[Any] = []
     for text in names:
         file, _, name = text.rpartition(":")
         path = Path(file)
-        if not file or not path.is_file():
-            console.print(f"[red]{text!r}: write file.py:name, with an existing file", highlight=False)
-            raise typer.Exit(2)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
+        spec = importlib.util.spec_from_file_location(path.stem, path) if file and path.is_file() else None
+        if spec is None or spec.loader is None:
+            raise typer.BadParameter(f"{text!r}: write file.py:name, with an existing Python file", param_hint="WHAT")
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with _told_by_line([file]):
+            spec.loader.exec_module(module)
         found = getattr(module, name, None)
         if not callable(found):
             there = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-            console.print(f"[red]{path} has no function {name!r}; it has: {there}", highlight=False)
-            raise typer.Exit(2)
-        (scores if len(inspect.signature(found).parameters) == 5 else masks).append(found)
+            raise typer.BadParameter(f"{path} has no function {name!r}; it has: {there or 'none'}", param_hint="WHAT")
+        (scores if _parameters(found, text) == 5 else masks).append(found)
     return masks, scores
+
+
+def _parameters(function: Any, text: str) -> int:
+    try:
+        return len(inspect.signature(function).parameters)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no function of (b, h, q, kv) or (score, b, h, q, kv)", param_hint="WHAT") from None
+
+
+@contextmanager
+def _told_by_line(files: list[str]) -> Iterator[None]:
+    """What goes wrong in a user's file is told with its line."""
+    try:
+        yield
+    except SyntaxError as error:
+        raise InputError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in {*files, *[str(Path(f).absolute()) for f in files]}]
+        if isinstance(error, TilewiseError) or not lines:
+            raise
+        raise InputError(f"{files[0] if len(files) == 1 else 'a given file'}, line {lines[-1]}: {type(error).__name__}: {error}") from error
 
 
 @cache.command()
 def info() -> None:
     """Where the kernels are, how many, how large."""
-    entries = store.entries()
-    print(f"{store.kernel_root()}: {len(entries)} kernels, {sum(p.stat().st_size for p in entries) / 2**20:.1f} MiB")
+    count, size, most = len(store.entries()), store.size() / 2**20, store.most_bytes() / 2**20
+    print(f"{store.kernel_root()}: {count} kernels, {size:.1f} MiB of at most {most:.0f} MiB ({store.SIZE_VARIABLE}); the least recently used go first")
+    print(f"a process keeps at most {MAX_LOADED} C++ libraries of masks and scores loaded")
 
 
 @cache.command()
@@ -180,27 +200,40 @@ def clear() -> None:
 @cache.command("export")
 def export(file: Annotated[Path, typer.Argument(help="Archive to write.")]) -> None:
     """Pack every kernel into one file, to carry them to another machine."""
-    entries = store.entries()
+    written = 0
     with zipfile.ZipFile(file, "w") as archive:
-        for path in entries:
-            archive.write(path, path.name)
-    print(f"{len(entries)} kernels written to {file}")
+        for path in store.entries():
+            with suppress(FileNotFoundError):  # another process has just evicted it
+                archive.writestr(path.name, path.read_bytes())
+                written += 1
+    print(f"{written} kernels written to {file}")
 
 
 @cache.command("import")
 def import_(file: Annotated[Path, typer.Argument(help="Archive that `tilewise cache export` wrote.", exists=True)]) -> None:
     """Take kernels from an archive; each is checked before it is kept."""
     imported = refused = 0
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            key = name.removesuffix(store.ENDING)
-            if not (name.endswith(store.ENDING) and len(key) == 64 and all(c in "0123456789abcdef" for c in key)):
-                refused += 1
-                continue
-            try:
-                store.write(key, store.unpack(archive.read(name)))
-                imported += 1
-            except ValueError:
-                refused += 1
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                if _take(archive, member):
+                    imported += 1
+                else:
+                    refused += 1
+    except zipfile.BadZipFile as error:
+        raise InputError(f"{file} is no archive that `tilewise cache export` wrote, or is damaged: {error}") from None
     print(f"{imported} kernels taken into {store.kernel_root()}" + (f", {refused} entries refused" if refused else ""))
     raise typer.Exit(1 if refused else 0)
+
+
+def _take(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
+    """Keep one entry of an archive, if it is a kernel; its name is a key, and never a path."""
+    key = member.filename.removesuffix(store.ENDING)
+    if not (member.filename.endswith(store.ENDING) and len(key) == 64 and all(c in "0123456789abcdef" for c in key)):
+        return False
+    if member.compress_type != zipfile.ZIP_STORED:  # as exported; what is packed small may be of any size
+        return False
+    try:
+        return store.write(key, store.unpack(archive.read(member)))
+    except (ValueError, zipfile.BadZipFile, EOFError, RuntimeError):  # damaged, or encrypted
+        return False

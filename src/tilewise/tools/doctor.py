@@ -16,7 +16,7 @@ from tilewise.core import store
 from tilewise.core.problem import Options
 from tilewise.engines import ENGINES, Engine, Request
 from tilewise.engines.gpu.limits import NO_TRITON
-from tilewise.frontend.dispatch import reason_against
+from tilewise.frontend.dispatch import VARIABLE, names, reason_against, requested_backend
 
 OPTIONAL = ("triton", "numpy", "typer", "rich", "matplotlib", "diffusers", "transformers")
 
@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    return [*_versions(), *_gpu(), *_toolchain(), _store(), *[_engine(e, d) for d in _devices() for e in ENGINES]]
+    return [*_versions(), *_gpu(), *_toolchain(), _store(), _backend(), *[_engine(e, d) for d in _devices() for e in ENGINES]]
 
 
 def healthy(findings: list[Finding]) -> bool:
@@ -94,7 +94,10 @@ def _compiler() -> Finding:
 def _half_products() -> Finding:
     """torch's own bfloat16 matmul on the CPU, tried in a subprocess: on some virtual machines it kills the process."""
     product = "import torch; a = torch.ones((64, 64), dtype=torch.bfloat16); a @ a"
-    done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=300, check=False)
+    try:
+        done = subprocess.run([sys.executable, "-c", product], capture_output=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("torch's bfloat16 on cpu", "note", f"could not be tried: {error}")
     if done.returncode == 0:
         return Finding("torch's bfloat16 on cpu", "ok", "a product of matrices runs")
     detail = f"a product of matrices ends Python (exit code {done.returncode}): the processor announces instructions that it does not run"
@@ -104,11 +107,17 @@ def _half_products() -> Finding:
 def _store() -> Finding:
     root = store.kernel_root()
     damaged = store.damaged()
-    size = sum(p.stat().st_size for p in store.entries())
-    detail = f"{root}: {len(store.entries())} kernels, {size / 2**20:.1f} MiB"
+    detail = f"{root}: {len(store.entries())} kernels, {store.size() / 2**20:.1f} MiB of at most {store.most_bytes() / 2**20:.0f}"
     if damaged:
         return Finding("kernel store", "note", f"{detail}, {len(damaged)} damaged (they will be built again)", "tilewise cache clear")
     return Finding("kernel store", "ok", detail)
+
+
+def _backend() -> Finding:
+    name, source = requested_backend(None)
+    if name not in names():
+        return Finding("backend", "problem", f"{source} is {name!r}; allowed are {', '.join(names())}", f"unset {VARIABLE}")
+    return Finding("backend", "ok", f"{name!r}, from {source}")
 
 
 def _engine(engine: Engine, device: str) -> Finding:

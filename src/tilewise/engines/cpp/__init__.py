@@ -46,7 +46,7 @@ class CppEngine(Engine):
             return _fallback(error).backward(problem, plan, output, grad_out, grad_lse, wanted)
 
 
-SLOWER = "until then CPUs are served by tiles of plain torch operations, which is slower"
+SLOWER = "served by tiles of plain torch operations, which is slower"
 _missing: list[str | None] = []
 
 
@@ -58,10 +58,10 @@ def missing() -> str | None:
         from tilewise.engines.cpp.threads import POOL
 
         try:
-            library_of(POOL)
+            library_of(POOL, POOL.source)
             _missing.append(None)
         except CompilerError as error:
-            store.warn_once(f"{error}; {SLOWER}")
+            store.warn_once(f"{error}; until then CPUs are {SLOWER}")
             _missing.append(str(error))
     return _missing[0]
 
@@ -70,7 +70,6 @@ missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what tor
 
 
 def _fallback(error: Exception) -> Engine:
-    """The compiler passed its check but failed now: this call falls back to the blocked engine, and the C++ engine refuses from here on."""
-    store.warn_once(f"{error}; {SLOWER}")
-    _missing[:] = [str(error)]
+    """The compiler passed its check but failed on this program: its calls fall back to the blocked engine, those of others do not."""
+    store.warn_once(f"{error}; calls with this program are {SLOWER}")
     return BlockedEngine()

@@ -4,9 +4,10 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from functools import lru_cache
 from pathlib import Path
+
+from tilewise.core.folders import temporary_folder
 
 NAMES = ("g++", "clang++", "c++")
 SECONDS = 120
@@ -47,7 +48,7 @@ def _stamp(path: str) -> str:
 def processor() -> str:
     """The processor's features, which decide what `-march=native` generates."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             lines = file.read(2**14).splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
@@ -69,14 +70,20 @@ def compiled(source: str, extra: tuple[str, ...]) -> bytes:
     path = find()
     if path is None:
         raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
-    with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
-        library = Path(folder) / "library.so"
-        command = [path, *flags(), *extra, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
-        try:
-            ran = subprocess.run(command, input=source, capture_output=True, text=True, timeout=SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompilerError(f"the C++ compiler {path} could not be run: {error}") from error
-        if ran.returncode != 0 or not library.exists():
-            messages = [line for line in ran.stderr.splitlines() if "error" in line] or ran.stderr.splitlines() or [f"it ended with {ran.returncode}"]
-            raise CompilerError(f"the C++ compiler {path} failed: {messages[0][:300]}; {INSTALL}")
-        return library.read_bytes()
+    try:
+        with temporary_folder() as folder:
+            return _compiled_in(folder, path, source, extra)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompilerError(f"the C++ compiler {path} could not be run: {error}") from error
+
+
+def _compiled_in(folder: Path, path: str, source: str, extra: tuple[str, ...]) -> bytes:
+    library = folder / "library.so"
+    command = [path, *flags(), *extra, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
+    environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}  # its own temporary files go there too, and it speaks English
+    ran = subprocess.run(command, input=source.encode(), capture_output=True, timeout=SECONDS, check=False, env=environment)
+    if ran.returncode != 0 or not library.exists():
+        said = ran.stderr.decode(errors="replace").splitlines()
+        messages = [line for line in said if "error" in line] or said or [f"it ended with {ran.returncode}"]
+        raise CompilerError(f"the C++ compiler {path} failed: {messages[0][:300]}; {INSTALL}")
+    return library.read_bytes()

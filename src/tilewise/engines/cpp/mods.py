@@ -13,7 +13,7 @@ from tilewise.core.problem import Problem
 from tilewise.engines.codegen import Extents, Layout
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, mask_source, score_source, slope_source
-from tilewise.engines.cpp.libraries import Unit, address_of, library_of
+from tilewise.engines.cpp.libraries import Unit, library_of
 from tilewise.lang import BoundProgram, Program, derive
 
 MAX_UNITS = 4096
@@ -28,14 +28,14 @@ def score_unit(p: Problem) -> Unit | None:
     return None if p.score is None else _unit("score", p.score, p, lambda call: score_source(_both_axes(call, p), real(p)))
 
 
-def dscore_unit(p: Problem, wanted: frozenset[int]) -> Unit | None:
+def dscore_unit(score: BoundProgram, p: Problem, wanted: frozenset[int]) -> Unit:
     """The score's derivative, and the gradients of the wanted captures."""
 
     def make(call: BoundProgram) -> str:
         derivative = derive(call.program, wanted)
         return slope_source(_writer(derivative.program, call, p, BY_QUERY), derivative, real(p))
 
-    return None if p.score is None else _unit(f"dscore {sorted(wanted)}", p.score, p, make)
+    return _unit(f"dscore {sorted(wanted)}", score, p, make)
 
 
 def real(p: Problem) -> str:
@@ -81,14 +81,9 @@ ABSENT = Arguments((0,) * 6)
 def program_arguments(call: BoundProgram | None, unit: Unit | None) -> Arguments:
     if call is None or unit is None:
         return ABSENT
+    library = library_of(unit, call.program.text)
     arrays = call_arrays(call) if call.captures else _without_captures(call.ints, exact(call.floats))
-    return Arguments((*_addresses(unit), *arrays.values), arrays.keep_alive)
-
-
-@lru_cache(maxsize=1024)
-def _addresses(unit: Unit) -> tuple[int, int]:
-    library = library_of(unit)
-    return address_of(library, "by_query"), address_of(library, "by_key")
+    return Arguments((library.address("by_query"), library.address("by_key"), *arrays.values), (library, arrays.keep_alive))
 
 
 @lru_cache(maxsize=256)

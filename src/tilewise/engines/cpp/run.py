@@ -15,7 +15,7 @@ from tilewise.core.problem import Problem
 from tilewise.engines.base import attend_nothing, like_query, scalar_seed, sinks_gradient
 from tilewise.engines.cpp import matrix_unit, threads
 from tilewise.engines.cpp.compiler import FOR_KERNELS
-from tilewise.engines.cpp.libraries import Unit, address_of, library_of
+from tilewise.engines.cpp.libraries import Unit, library_of
 from tilewise.engines.cpp.mods import Arguments, dscore_unit, mask_unit, program_arguments, score_unit
 from tilewise.engines.cpp.tile_schedule import KEYS, LANES, TileSchedule, key_schedule, query_schedule
 from tilewise.engines.cpp.workspace import borrowed
@@ -48,7 +48,8 @@ def uses_matrix_unit(dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=16)
 def _kernel(name: str, dtype: torch.dtype) -> Callable[[bytes], None]:
-    function: Any = getattr(library_of(kernel_unit("backward" if name == "backward" else "forward", dtype)), f"tilewise_{name}")
+    unit = kernel_unit("backward" if name == "backward" else "forward", dtype)
+    function: Any = library_of(unit, unit.source).function(f"tilewise_{name}")
     function.argtypes, function.restype = (ctypes.c_char_p,), None
     kernel: Callable[[bytes], None] = function
     return kernel
@@ -115,7 +116,7 @@ def _run_backward(
     chunks = 1 if wanted else chunk_count(p, schedule)
     dq_written = torch.zeros((chunks, p.batch, p.heads, blocks), dtype=torch.uint8)
     dq_bytes = dq_written.numel() * _pad32(p.head_dim) * LANES * p.inner_dtype.itemsize
-    dscore = dscore_unit(p, wanted)
+    dscore = None if p.score is None else library_of(dscore_unit(p.score, p, wanted), p.score.program.text)
     with borrowed(*_query_layouts(p, grad_out, blocks), dq_bytes) as buffers:
         arguments = struct.pack(
             BACKWARD,
@@ -130,7 +131,7 @@ def _run_backward(
             *buffers,
             dq_written.data_ptr(),
             *[t.data_ptr() for t in grads],
-            0 if dscore is None else address_of(library_of(dscore), "slope"),
+            0 if dscore is None else dscore.address("slope"),
             *groups.values[:2],
             chunks,
             *groups.values[2:],

@@ -1,14 +1,18 @@
 """Compiling a kernel with Triton, for any architecture, with or without a GPU."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tilewise.core.folders import process_folder, warn_once
 from tilewise.engines.gpu import build_queue
 from tilewise.engines.gpu.driver import TENSOR_MAP
 from tilewise.engines.gpu.generated import Generated
@@ -42,6 +46,7 @@ def compiled(request: KernelRequest, table: Mapping[str, Any]) -> dict[str, byte
     # `classify` does too, because a rounding may decide about a whole tile.
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": request.fp_fusion}
     _hash_triton()
+    give_triton_a_folder()
     kernel = triton.compile(source, target=GPUTarget("cuda", request.arch, 32), options=options)
     fits = (getattr(kernel.metadata, "tmem_size", None) or 0) <= TENSOR_MEMORY  # else Triton leaves a kernel that does nothing
     dkdv: Any = getattr(constants.get("C"), "dkdv", None)  # of the `bwd` kernel
@@ -59,6 +64,23 @@ def compiled(request: KernelRequest, table: Mapping[str, Any]) -> dict[str, byte
         "boxes": [(m["block_size"], m["swizzle"]) for m in getattr(kernel.metadata, "tensordesc_meta", None) or ()],
     }
     return {"facts": json.dumps(facts).encode(), "cubin": kernel.asm["cubin"]}
+
+
+@lru_cache(maxsize=1)
+def give_triton_a_folder() -> None:
+    """Triton has a cache of its own, in the user's home; where that cannot be written to, it gets a folder of this process."""
+    if os.environ.get("TRITON_CACHE_DIR"):
+        return
+    home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"))
+    cache = home / ".triton" / "cache"
+    try:
+        if home.is_absolute():  # else it is "~", and there is no home
+            cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        pass  # told below
+    if not (home.is_absolute() and os.access(cache, os.W_OK)):
+        os.environ["TRITON_CACHE_DIR"] = str(process_folder())
+        warn_once(f"Triton's own cache in {home} cannot be written to; it is in {os.environ['TRITON_CACHE_DIR']} for this process. Set TRITON_CACHE_DIR.")
 
 
 def held_once(kernel: Any, elements: int, warps: int) -> bool:

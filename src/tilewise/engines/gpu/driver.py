@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.locks import new_lock
+
 SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STATIC_SHARED = 48 * 1024  # what a kernel may use without asking
@@ -24,6 +26,10 @@ PROMOTE_L2 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 class OutOfSharedMemory(RuntimeError):
     """A kernel needs more shared memory than the GPU has."""
+
+
+class UnusableBinary(RuntimeError):
+    """A compiled kernel that the driver does not load."""
 
 
 @lru_cache(maxsize=1)
@@ -125,8 +131,11 @@ class Kernel:
             raise OutOfSharedMemory(f"{shared} bytes of shared memory, the GPU has {shared_limit(device)}")
         cuda = library()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
-        check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+        try:
+            check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
+            check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+        except RuntimeError as error:
+            raise UnusableBinary(str(error)) from None
         if shared > STATIC_SHARED:
             check(cuda.cuFuncSetAttribute(function, DYNAMIC_SHARED, shared), "reserving shared memory")
         self._function = function
@@ -141,7 +150,7 @@ class Kernel:
         self._offset = self._address - ctypes.addressof(self._buffer)
         self._in_place: Image | None = None  # whose arguments the buffer holds
         self._parameters = (ctypes.c_void_p * len(self._places))(*[self._address + place for place in self._places])
-        self._lock = threading.Lock()  # the driver copies the buffer while it launches a kernel, not later
+        self._lock = new_lock()  # the driver copies the buffer while it launches a kernel, not later
 
     def image(self, tma_tensors: list[Tensor], addresses: list[int], static_values: list[Any]) -> "Image":
         """All arguments in place."""

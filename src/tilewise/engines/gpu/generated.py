@@ -1,17 +1,15 @@
 """Generated functions: their source, named by its hash, and the Triton function it becomes when a kernel is built."""
 
-import atexit
 import hashlib
 import importlib.util
-import os
-import shutil
-import tempfile
-import threading
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from tilewise.core.folders import process_folder
+from tilewise.core.locks import new_lock
 
 HEADER = """\
 import triton
@@ -23,7 +21,7 @@ from tilewise.engines.gpu.kernels.primitives import atan, atan2, cosh, erfc, exp
 """
 
 _loaded: dict[str, ModuleType] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 @dataclass(frozen=True)
@@ -54,15 +52,7 @@ def generated(entry: str, lines: list[str]) -> Generated:
 
 @lru_cache(maxsize=1)
 def _folder() -> Path:
-    """A private folder for this process; removed when it ends, not when a fork of it does."""
-    folder, owner = Path(tempfile.mkdtemp(prefix="tilewise-")), os.getpid()
-
-    @atexit.register
-    def remove() -> None:
-        if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    return folder
+    return process_folder()
 
 
 def _module(name: str, source: str) -> ModuleType:

@@ -12,7 +12,6 @@ its short form  `launch.prepare` has the same facts as Python values, and the de
 
 import hashlib
 import json
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ import torch
 
 from tilewise._version import __version__
 from tilewise.core import store
+from tilewise.core.locks import new_lock
 from tilewise.engines.gpu import build_queue
-from tilewise.engines.gpu.driver import Box, Kernel
+from tilewise.engines.gpu.driver import Box, Kernel, UnusableBinary
 from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable
 
 
@@ -33,8 +33,10 @@ class Counts:
     loaded = 0
 
 
+FACTS = {"name", "shared", "warps", "types", "extra_pointers", "boxes"}  # what is needed to launch a kernel
 _kernels: dict[Any, Kernel] = {}  # by the short form
-_lock = threading.Lock()
+_rebuilt: set[str] = set()  # kernels of the store that the driver did not load: built again once, since the driver itself may be at fault
+_lock = new_lock()
 
 
 @lru_cache(maxsize=64)
@@ -64,8 +66,20 @@ def find(short_key: Any) -> Kernel | None:
 
 
 def load(short_key: Any, request: KernelRequest, table: KernelTable, device: int) -> Kernel:
-    """The kernel, loaded on a device and remembered."""
+    """The kernel, loaded on a device and remembered. One that the driver does not load is built again, once."""
     files = load_or_build(request, table)
+    try:
+        return _remembered(short_key, files, device)
+    except UnusableBinary:
+        key = store_key(request)
+        if key in _rebuilt:
+            raise
+        _rebuilt.add(key)
+        files = store.rebuilt(key, lambda: _build(request, table), _checked)
+        return _remembered(short_key, files, device)
+
+
+def _remembered(short_key: Any, files: dict[str, bytes], device: int) -> Kernel:
     with _lock:
         found = _kernels.get(short_key)
         if found is None:
@@ -79,18 +93,19 @@ def _loaded(files: dict[str, bytes], device: int) -> Kernel:
     return Kernel(files["cubin"], facts["name"], facts["shared"], facts["warps"], tuple(facts["types"]), facts["extra_pointers"], boxes, device)
 
 
+def _checked(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The same, if they are a kernel's; else an error."""
+    if not (json.loads(files["facts"]).keys() >= FACTS and files["cubin"]):
+        raise ValueError("not what is kept of a kernel")
+    return files
+
+
 def load_or_build(request: KernelRequest, table: KernelTable) -> dict[str, bytes]:
     """The compiled kernel ("cubin") and what is needed to launch it ("facts"): from the store, or built and put there."""
     key = store_key(request)
 
-    def build() -> dict[str, bytes]:
-        from tilewise.engines.gpu.compiler import compiled
-
-        build_queue.notify()
-        return compiled(request, table())
-
     def find_or_build() -> dict[str, bytes]:
-        files, built = store.find_or_build(key, build)
+        files, built = store.find_or_build(key, lambda: _build(request, table), _checked)
         with _lock:
             Counts.built += built
             Counts.loaded += not built
@@ -98,3 +113,10 @@ def load_or_build(request: KernelRequest, table: KernelTable) -> dict[str, bytes
 
     found: dict[str, bytes] = build_queue.once(key, find_or_build)
     return found
+
+
+def _build(request: KernelRequest, table: KernelTable) -> dict[str, bytes]:
+    from tilewise.engines.gpu.compiler import compiled
+
+    build_queue.notify()
+    return compiled(request, table())

@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import statistics
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from tilewise.core import store
+from tilewise.core.locks import new_lock
 from tilewise.engines.gpu.config import Config, Configs, dividing
 
 logger = logging.getLogger("tilewise")
@@ -28,7 +28,7 @@ class _Scopes:
     """Open `autotuned()` scopes of the whole process: backward passes run on threads of torch's own. The variable is one that never ends."""
 
     depth = int(os.environ.get(VARIABLE) == "1")
-    lock = threading.Lock()
+    lock = new_lock()
 
 
 @contextmanager
@@ -59,14 +59,26 @@ def best(kind: str, roles: tuple[str, ...], table: Configs, tile: tuple[int, int
     """The winner for this kind of kernel: an earlier one's, else found now if tuning is on, else the table's choice."""
     if kind not in _found:
         key = hashlib.sha256(f"configurations {kind}".encode()).hexdigest()
+
+        def use(parts: dict[str, bytes]) -> Configs:
+            return _read(parts, roles)
+
         if is_on():
-            stored: dict[str, bytes] | None = store.find_or_build(key, lambda: {"configs": json.dumps(quickest(roles, table, tile, time)).encode()})[0]
+            found: Configs | None = store.find_or_build(key, lambda: {"configs": json.dumps(quickest(roles, table, tile, time)).encode()}, use)[0]
         else:
-            stored = store.read(key)
-        if stored is None:
+            found = store.find(key, use)
+        if found is None:
             return table
-        _found[kind] = tuple([Config(*c) for c in json.loads(stored["configs"])])
+        _found[kind] = found
     return _found[kind]
+
+
+def _read(parts: dict[str, bytes], roles: tuple[str, ...]) -> Configs:
+    """Configurations as the store keeps them; ValueError if they are none."""
+    found = tuple([Config(*c) for c in json.loads(parts["configs"])])
+    if len(found) != len(roles):
+        raise ValueError(f"{len(found)} configurations for {len(roles)} roles")
+    return found
 
 
 def quickest(roles: tuple[str, ...], table: Configs, tile: tuple[int, int] | None, time: Callable[[Configs], float]) -> Configs:
