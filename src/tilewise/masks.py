@@ -382,7 +382,7 @@ def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
 @named
 def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
     """Batch element b uses choices[which[b]]."""
-    options = [as_mask(m) for m in choices]
+    options = tuple([as_mask(m) for m in choices])  # a list in a closure may change: calls with it would not be cached
     if not options:
         raise InputError("per_batch takes at least one mask")
     chosen = _integers(which, 1, "per_batch")

@@ -262,6 +262,8 @@ LIBRARY = {
         masks.block_diffusion(32, 8),
         masks.tree([-1, 0, 0, 1]),
         masks.neighborhood((8, 8), 3),
+        masks.per_batch([masks.causal, masks.full], torch.tensor([1])),
+        masks.shared_prefix([30, 34], [0, 0]),
         ~masks.causal,
         masks.causal & masks.sliding_window(4),
         masks.causal | masks.global_tokens(3),

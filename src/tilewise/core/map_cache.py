@@ -28,30 +28,19 @@ def exact(floats: tuple[float, ...]) -> tuple[float | str, ...]:
 
 
 def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
-    """What the contents of tensors are known by; None if they cannot be known (`has_known_contents`).
+    """What the contents of tensors are known by; None if they may change unseen.
 
     Identity, and `_version`, which torch raises with every change in place, would do if nobody assigned to `.data`: that swaps a tensor's memory, shape,
     strides or dtype behind both, so these are part of the key. Addresses get reused, so the memory is known by a weak reference to its storage, which equals
     another only if both are of one that lives. What writes through a pointer of its own (numpy, DLPack) is not seen: docs/masks.md.
     Ids get reused: caches that outlive the tensors check identity too (weak_cache.py).
-    """
-    if not all([has_known_contents(t) for t in tensors]):
-        return None
-    return tuple([(id(t), *contents_of(t)) for t in tensors])
-
-
-def contents_of(tensor: Tensor) -> tuple[Any, ...]:
-    """contents_key of one tensor, but for which tensor it is."""
-    return (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, weakref.ref(tensor.untyped_storage()))
-
-
-def has_known_contents(tensor: Tensor) -> bool:
-    """Whether no change of a tensor's contents goes unseen as long as it is weakly referenced.
 
     Inference tensors have no version. A Parameter may be given another one's version with its memory by torch.utils.swap_tensors, which `Module.to` and
-    `load_state_dict` use if they are told to, and which refuses tensors that are weakly referenced.
+    `load_state_dict` use if they are told to, and which refuses tensors that are weakly referenced: so Parameters have no key, either.
     """
-    return type(tensor) is not Parameter and not tensor.is_inference()
+    if any([type(t) is Parameter or t.is_inference() for t in tensors]):
+        return None
+    return tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, weakref.ref(t.untyped_storage())) for t in tensors])
 
 
 class _Kept(NamedTuple):

@@ -127,16 +127,16 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
         return CallKey(known, (), ())
     parts: list[Any] = [known]
     held: list[Any] = []
-    codes: list[Any] = []
-    if not _add(mask, parts, held, codes, MAX_DEPTH) or not all([type(t) is not Parameter for t in held]):
+    watched: list[Any] = []
+    if not _add(mask, parts, held, watched, MAX_DEPTH) or (held and Parameter in map(type, held)):  # their contents have no key (core/map_cache.py)
         return None
-    mask_holds = tuple(held)
-    if not _add(score, parts, held, codes, MAX_DEPTH):
+    watched += held  # of the mask
+    if not _add(score, parts, held, watched, MAX_DEPTH):
         return None
-    return CallKey(tuple(parts), tuple(held), (*mask_holds, *codes))
+    return CallKey(tuple(parts), tuple(held), tuple(watched))
 
 
-def _add(value: Any, parts: list[Any], held: list[Any], codes: list[Any], depth: int) -> bool:
+def _add(value: Any, parts: list[Any], held: list[Any], watched: list[Any], depth: int) -> bool:
     """Add what a value is known by; False if that cannot be told."""
     kind = type(value)
     parts.append(kind)
@@ -144,7 +144,7 @@ def _add(value: Any, parts: list[Any], held: list[Any], codes: list[Any], depth:
         parts.append(repr(value) if kind is float and value == 0.0 else value)  # 0.0 == -0.0
         return True
     if kind is FunctionType:
-        return depth > 0 and _add_function(value, parts, held, codes, depth - 1)
+        return depth > 0 and _add_function(value, parts, held, watched, depth - 1)
     if kind in PLAIN:
         if value.is_inference() or (depth == MAX_DEPTH and value.is_floating_point()):  # an additive mask: its contents decide how it is read
             return False
@@ -156,35 +156,35 @@ def _add(value: Any, parts: list[Any], held: list[Any], codes: list[Any], depth:
         held.append(value)
         return True
     if kind is Sinks:
-        return _add(value.logits, parts, held, codes, depth - 1)
+        return _add(value.logits, parts, held, watched, depth - 1)
     if kind is Mask:
         parts += (value.grid, value.covers)  # the sizes it is made for are checked once
-        return _add(value.function, parts, held, codes, depth)
+        return _add(value.function, parts, held, watched, depth)
     if kind is Score:
         parts.append(value.covers)
-        return _add(value.function, parts, held, codes, depth)
+        return _add(value.function, parts, held, watched, depth)
     if kind is tuple or (kind is list and depth == MAX_DEPTH):  # a list only of scores: any other may change
         parts.append(len(value))
-        return depth > 0 and all([_add(v, parts, held, codes, depth if depth == MAX_DEPTH else depth - 1) for v in value])
+        return depth > 0 and all([_add(v, parts, held, watched, depth if depth == MAX_DEPTH else depth - 1) for v in value])
     if kind is partial:
         parts += (len(value.args), *value.keywords)
-        return all([_add(v, parts, held, codes, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])
+        return all([_add(v, parts, held, watched, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])
     return False
 
 
-def _add_function(function: FunctionType, parts: list[Any], held: list[Any], codes: list[Any], depth: int) -> bool:
+def _add_function(function: FunctionType, parts: list[Any], held: list[Any], watched: list[Any], depth: int) -> bool:
     code = function.__code__
     parts.append(id(code))  # to hash a code object takes longer than all the rest
-    codes.append(code)
+    watched.append(code)
     for cell in function.__closure__ or ():
         try:
             found = cell.cell_contents
         except ValueError:  # not yet assigned
             return False
-        if not _add(found, parts, held, codes, depth):
+        if not _add(found, parts, held, watched, depth):
             return False
     for default in function.__defaults__ or ():
-        if not _add(default, parts, held, codes, depth):
+        if not _add(default, parts, held, watched, depth):
             return False
     if function.__kwdefaults__:
         return False
@@ -202,7 +202,7 @@ def _add_function(function: FunctionType, parts: list[Any], held: list[Any], cod
         if type(found) is ModuleType:
             if found not in CONSTANT_MODULES:
                 return False
-        elif not _add(found, parts, held, codes, depth):
+        elif not _add(found, parts, held, watched, depth):
             return False
     return True
 

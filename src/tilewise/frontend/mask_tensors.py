@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import scores
 from tilewise.core.locks import new_lock
-from tilewise.core.map_cache import contents_of, has_known_contents
+from tilewise.core.map_cache import contents_key
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
 
@@ -38,9 +38,10 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
     if torch.compiler.is_compiling() or mask.requires_grad or type(mask) not in (Tensor, torch.nn.Parameter):
         return None
     whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
-    if not has_known_contents(mask) or not has_known_contents(whole):
+    contents = contents_key((whole,))
+    if contents is None:
         return _look(mask, sizes)
-    return _readings.get(mask, whole, sizes)
+    return _readings.get(mask, whole, (contents, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, sizes))
 
 
 def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
@@ -58,14 +59,14 @@ class _Readings:
         self._lock = new_lock()
         self._kept: OrderedDict[Any, tuple[weakref.ref[Tensor], Reading]] = OrderedDict()
 
-    def get(self, mask: Tensor, whole: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-        key = (id(whole), *contents_of(mask), sizes)
+    def get(self, mask: Tensor, whole: Tensor, key: tuple[Any, ...]) -> Reading:
+        """The reading of a mask that is a view of `whole`, or that itself."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None and found[0]() is whole:
                 self._kept.move_to_end(key)
                 return found[1]
-        reading = _look(mask, sizes)
+        reading = _look(mask, key[-1])
         self.looked += 1
         with self._lock:
             self._kept[key] = weakref.ref(whole, lambda _: self._kept.pop(key, None)), reading
