@@ -142,5 +142,5 @@ def test_a_full_disk_is_told_as_the_compilers_trouble(monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(compiler.subprocess, "run", full)
-    with pytest.raises(CompilerError, match="No space left on device.*compiling 'a test'"):
+    with pytest.raises(CompilerError, match=r"No space left on device.*compiling 'a test'"):
         library_of(unit(19), "a test")
