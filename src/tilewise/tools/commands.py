@@ -167,7 +167,7 @@ def _told_by_line(files: list[str]) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename in {*files, *[str(Path(f).absolute()) for f in files]}]
-        unreadable = frames[-1].filename.startswith("<frozen importlib")  # Python could not even begin with it
+        unreadable = frames[-1].filename.startswith("<frozen importlib") and not isinstance(error, ImportError)  # Python could not even begin with it
         if isinstance(error, TilewiseError) or not (lines or unreadable):
             raise
         file, said = files[0] if len(files) == 1 else "a given file", f"{type(error).__name__}: {error}"
