@@ -22,6 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "data.txt").write_text("x = 1")
     (tmp_path / "syntax.py").write_text("x = 1\ny = = 2\n")
     (tmp_path / "raises.py").write_text("x = 1\nprint(1 / 0)\n")
+    (tmp_path / "zeros.py").write_bytes(b"x = 1\n\0\0")
+    (tmp_path / "latin.py").write_bytes(b"x = '\xe4\xff'\n")
     (tmp_path / "exits.py").write_text("import sys\n\n\nsys.exit(3)\n")
     (tmp_path / "mask.py").write_text("x = 1\n\n\ndef mask(b, h, q, kv):\n    return q.nowhere\n\n\ndef broken(b, h, q, kv):\n    return [][7]\n")
     (tmp_path / "nozip").write_text("x = 1")
@@ -51,6 +53,8 @@ MISTAKES = {
     "build nowhere.py:x": (2, "'nowhere.py:x': write file.py:name"),
     "build syntax.py:x": (1, "syntax.py, line 2: invalid syntax"),
     "build raises.py:x": (1, "raises.py, line 2: ZeroDivisionError: division by zero"),
+    "build zeros.py:x": (1, "zeros.py"),
+    "build latin.py:x": (1, "latin.py"),
     "build exits.py:x": (1, "exits.py, line 4: SystemExit: 3"),
     "build mask.py:other": (2, "mask.py has no function 'other'; it has: mask"),
     "build mask.py:x": (2, "mask.py has no function 'x'"),

@@ -1,5 +1,6 @@
 """Compiled C++ libraries: damaged ones are built again, few stay loaded, and neither a missing temporary folder nor a fork is in the way."""
 
+import errno
 import os
 import tempfile
 import threading
@@ -12,7 +13,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core import locks, store
-from tilewise.engines.cpp import libraries, matrix_unit, missing
+from tilewise.engines.cpp import compiler, libraries, matrix_unit, missing
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS, CompilerError
 from tilewise.engines.cpp.libraries import Counts, Unit, key_of, library_of
 
@@ -134,3 +135,12 @@ def test_a_fork_while_locks_are_held_leaves_them_free_in_the_child() -> None:
     done.set()
     thread.join()
     assert status == 0
+
+
+def test_a_full_disk_is_told_as_the_compilers_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compiler.subprocess, "run", full)
+    with pytest.raises(CompilerError, match=r"No space left on device.*compiling 'a test'"):
+        library_of(unit(19), "a test")

@@ -58,7 +58,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
 def test_eight_cold_processes_build_once() -> None:
     """Row 22."""
     processes = [builder(0.5) for _ in range(8)]
-    outputs = [p.communicate(timeout=60)[0] for p in processes]
+    outputs = [p.communicate(timeout=240)[0] for p in processes]
     assert all(p.returncode == 0 for p in processes)
     assert sum("building" in o for o in outputs) == 1
 

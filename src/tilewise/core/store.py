@@ -15,27 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tilewise.core.folders import NOWHERE, VARIABLE, kernel_root, warn_once
-
-__all__ = [
-    "VARIABLE",
-    "building",
-    "clear",
-    "damaged",
-    "entries",
-    "find",
-    "find_or_build",
-    "kernel_root",
-    "most_bytes",
-    "pack",
-    "path_of",
-    "read",
-    "rebuilt",
-    "size",
-    "unpack",
-    "warn_once",
-    "write",
-]
+from tilewise.core.folders import NOWHERE
+from tilewise.core.folders import VARIABLE as VARIABLE  # these three are the store's, too
+from tilewise.core.folders import kernel_root as kernel_root
+from tilewise.core.folders import warn_once as warn_once
 
 logger = logging.getLogger("tilewise")
 

@@ -164,13 +164,16 @@ def _told_by_line(files: list[str]) -> Iterator[None]:
     """What goes wrong in a user's file is told with its line."""
     try:
         yield
-    except SyntaxError as error:
-        raise InputError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in {*files, *[str(Path(f).absolute()) for f in files]}]
-        if isinstance(error, TilewiseError) or not lines:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename in {*files, *[str(Path(f).absolute()) for f in files]}]
+        unreadable = frames[-1].filename.startswith("<frozen importlib") and not isinstance(error, ImportError)  # Python could not even begin with it
+        if isinstance(error, TilewiseError) or not (lines or unreadable):
             raise
-        raise InputError(f"{files[0] if len(files) == 1 else 'a given file'}, line {lines[-1]}: {type(error).__name__}: {error}") from error
+        file, said = files[0] if len(files) == 1 else "a given file", f"{type(error).__name__}: {error}"
+        if isinstance(error, SyntaxError) and error.lineno is not None:
+            file, lines, said = str(error.filename), [error.lineno], error.msg
+        raise InputError(f"{file}{f', line {lines[-1]}' if lines else ''}: {said}") from error
 
 
 @cache.command()
