@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.attention import run
 from tilewise.core.problem import Options
 from tilewise.errors import InputError, MisuseError
-from tilewise.frontend.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask
+from tilewise.frontend.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask, sliced_mask_mod
 from tilewise.lang import INDICES, evaluate, trace_mask, trace_score
 from tilewise.masks import MaskFunction
 from tilewise.scores import ScoreFunction
@@ -133,6 +133,11 @@ def mask_for(block_mask: Any, query: Tensor, key: Tensor) -> Any:
     if not isinstance(mask, TileMap):
         _check_lengths(block_mask.seq_lengths, query, key)
         return mask
+    if block_mask.mask_mod is sliced_mask_mod and mask.shape[2] != query.shape[2]:
+        raise MisuseError(
+            f"Cannot use mask_mod from a sliced BlockMask: the slice covers {mask.shape[2]} queries, the call has {query.shape[2]}. For other "
+            "queries than those of the slice, set its mask_mod, shifted from the original's, and its seq_lengths"
+        )
     _check_lengths(mask.shape[2:], query, key)
     return block_mask.mask_mod if _made_for_one(mask, query) else mask
 
@@ -201,14 +206,18 @@ def create_block_mask(
     """The BlockMask of f(b, h, q, kv), found by bounds: neither the score matrix nor a list of its blocks is formed.
 
     `B` and `H` may be None where the mask does not depend on them. `_compile` changes nothing: there is nothing to
-    compile. `compute_dq_write_order` and `dq_kv_order` are for torch's own kernels and have no effect.
+    compile. `compute_dq_write_order` and `dq_kv_order` are for torch's own kernels: they change what `dq_write_order` gives
+    when it is read, and nothing else.
     """
     if not callable(mask_mod):
         raise InputError(f"create_block_mask takes a function of (b, h, q, kv), got {type(mask_mod).__name__}")
-    if compute_dq_write_order and not torch.compiler.is_compiling():
-        _log_once("compute_dq_write_order is for torch's own kernels and has no effect on tilewise's")
+    if not isinstance(dq_kv_order, bool):
+        raise InputError(f"dq_kv_order must be a bool when using create_block_mask, got {type(dq_kv_order).__name__}")
     sizes = (1 if B is None else B, 1 if H is None else H)
-    return BlockMask.from_mask(mask_mod, *sizes, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE, separate_full_blocks)
+    made = BlockMask.from_mask(mask_mod, *sizes, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE, separate_full_blocks)
+    if compute_dq_write_order:
+        made.wants_write_order(dq_kv_order)
+    return made
 
 
 def create_mask(mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None) -> Tensor:
