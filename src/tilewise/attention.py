@@ -52,7 +52,7 @@ def attention(
     return_lse          also return the logarithm of each row's sum of exponentials, (batch, heads, queries); differentiable.
     deterministic       bitwise repeatable gradients; torch's own switch unless given.
 
-    A query that may attend to nothing gives 0. The output has the query's layout and strides.
+    A query that may attend to nothing gives 0. The output has the query's layout and lies in memory as the query does, a head's numbers always side by side.
     """
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
     try:

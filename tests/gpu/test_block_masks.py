@@ -5,6 +5,7 @@ import torch
 
 from tilewise import flex
 
+
 def causal(b, h, q, kv):  # type: ignore[no-untyped-def]
     return q >= kv
 
