@@ -40,7 +40,7 @@ def attention(
     """softmax(score(scale * query @ key^T) where mask) @ value, fused, tile by tile.
 
     query, key, value   tensors in `layout` ("bhsd", "bshd", "hbsd", "sbhd"), or (batch, sequence, heads * head dim) with
-                        `heads=`, or jagged nested tensors. float16, bfloat16, float32 or float64.
+                        `heads=`, or nested tensors. float16, bfloat16, float32 or float64.
     mask                a function f(b, h, q, kv), a mask of tilewise.masks, a TileMap, a BlockMask, a boolean tensor (true:
                         attend), an additive tensor, or a boolean (batch, keys) padding mask. Causal masks align upper-left.
     score               a function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
@@ -126,12 +126,12 @@ def run_engine(engine: Engine, problem: Problem, plan: Plan) -> Output:
 
 
 def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool) -> Any:
-    """Jagged nested tensors: packed, computed without padding, and put back."""
+    """Nested tensors: packed, computed without padding, and put back."""
     if return_lse:
         raise InputError("return_lse is not available for nested tensors; use tilewise.varlen_attention, which returns it packed")
     packed = packing.unnest(query, key, value, layout)
     output = packed_attention(packed, mask, score, options, backend, needs_lse=False)
-    return packing.nest(output.out, packed, layout)
+    return packing.nest(output.out, packed, layout, strided=query.layout == torch.strided)
 
 
 def packed_attention(packed: packing.Packed, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool) -> Output:
