@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.core.recording import unrecorded
 from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_eager
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
@@ -90,8 +91,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     cached = call_cache.find(call_key)
     if cached is None:
         check_name(request.backend, request.source)
-        problem, mask_name = make_problem(query, key, value, mask, score, options)
-        cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
+        with unrecorded():
+            problem, mask_name = make_problem(query, key, value, mask, score, options)
+            cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
     else:
         assert call_key is not None
         replayed = None if observers or is_logged() else cached.replay(call_key, query, key, value)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey
 
 from tilewise.core.map_cache import refuse_capture
+from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError, MisuseError, UnsupportedError
 from tilewise.frontend.block_lists import (
     BACKWARD,
@@ -234,7 +235,7 @@ class BlockMask:
 
     def _list(self, name: str) -> Tensor | None:
         if name not in self._lists:
-            with _versioned():
+            with _versioned(), unrecorded():
                 found = self._derived(name)
             self._lists[name] = found
             if found is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import scores
+from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
 
@@ -38,7 +39,8 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
         return None
     if mask.is_inference():  # inference tensors have no version counter, so changes in place go unnoticed: do not cache
         return _look(mask, sizes)
-    return _readings.get(mask, sizes)
+    with unrecorded():
+        return _readings.get(mask, sizes)
 
 
 def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
