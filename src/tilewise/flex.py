@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.attention import run
 from tilewise.core.problem import Options
-from tilewise.errors import InputError, MisuseError
+from tilewise.errors import InputError, MisuseError, UnsupportedError
 from tilewise.frontend.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask, sliced_mask_mod
 from tilewise.lang import INDICES, evaluate, trace_mask, trace_score
 from tilewise.masks import MaskFunction
@@ -76,6 +76,9 @@ class FlexKernelOptions(TypedDict, total=False):
     BACKEND: Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE"]
 
 
+BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -107,9 +110,11 @@ def flex_attention(
         raise InputError("Cannot specify both return_lse and return_aux: return_aux=AuxRequest(lse=True) says it all")
     _check_kernel_options(kernel_options)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.is_nested or tensor.dim() != 4:
-            found = "a nested tensor" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
-            raise InputError(f"flex_attention takes (batch, heads, sequence, head dim) tensors, got {found} for {name}; tilewise.attention takes others")
+        if tensor.is_nested:
+            raise UnsupportedError(f"flex_attention does not support NestedTensor inputs, got one for {name}; tilewise.attention takes them")
+        if tensor.dim() != 4:
+            found = f"shape {tuple(tensor.shape)} for {name}"
+            raise InputError(f"flex_attention takes (batch, heads, sequence, head dim) tensors, got {found}; tilewise.attention takes others")
     wanted = AuxRequest(lse=return_lse) if return_aux is None else return_aux
     options = Options(scale=scale, enable_gqa=enable_gqa)
     output = run(query, key, value, mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores)
@@ -178,6 +183,11 @@ def _check_kernel_options(options: Any) -> None:
         return
     if not isinstance(options, (dict, Mapping)):
         raise InputError(f"kernel_options must be a dict of FlexKernelOptions, got {type(options).__name__}")
+    backend = options.get("BACKEND")
+    if backend is not None and backend not in BACKENDS:
+        raise InputError(f"Invalid BACKEND value {backend!r} in kernel_options. Must be one of {BACKENDS}")
+    if backend is not None and options.get("FORCE_USE_FLEX_ATTENTION"):
+        raise MisuseError("BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION in kernel_options: give one of them")
     if options and not torch.compiler.is_compiling():
         _log_once("kernel_options tune torch's own kernels and have no effect on tilewise's")
 
