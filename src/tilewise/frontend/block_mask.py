@@ -435,8 +435,9 @@ class BlockMask:
     @classmethod
     def _unflatten(cls, leaves: Any, context: tuple[Any, ...]) -> "BlockMask":
         *values, missing = context
-        names = [name for name in cls._TENSOR_ATTRS if name not in missing]
-        return cls(**dict.fromkeys(missing), **dict(zip(names, leaves, strict=True)), **dict(zip(cls._CONTEXT_ATTRS, values, strict=True)))
+        there = [name for name in cls._TENSOR_ATTRS if name not in missing]
+        fields: dict[str, Any] = dict.fromkeys(missing) | dict(zip((*there, *cls._CONTEXT_ATTRS), (*leaves, *values), strict=True))
+        return cls(**fields)
 
     # -- looking at it -----------------------------------------------------------------------------------------------
 
