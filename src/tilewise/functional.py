@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     if query.dim() < 2 or {query.dim(), key.dim(), value.dim()} != {query.dim()}:
         raise InputError(f"query, key and value must have the same number of dimensions, at least 2, got {query.dim()}, {key.dim()} and {value.dim()}")
     if not (query.is_nested or key.is_nested or value.is_nested):
-        if query.shape[-1] == 0 or value.shape[-1] == 0:
+        if query.size(-1) == 0 or value.size(-1) == 0:
             return _without_features(query, key, value, attn_mask, dropout_p, is_causal, 1.0 if query.shape[-1] == 0 else scale, enable_gqa)
         if not enable_gqa:
             query, key, value = _broadcast(query, key, value)
