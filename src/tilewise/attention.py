@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.core.recording import unrecorded
 from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_eager
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
@@ -40,7 +41,7 @@ def attention(
     """softmax(score(scale * query @ key^T) where mask) @ value, fused, tile by tile.
 
     query, key, value   tensors in `layout` ("bhsd", "bshd", "hbsd", "sbhd"), or (batch, sequence, heads * head dim) with
-                        `heads=`, or jagged nested tensors. float16, bfloat16, float32 or float64.
+                        `heads=`, or nested tensors. float16, bfloat16, float32 or float64.
     mask                a function f(b, h, q, kv), a mask of tilewise.masks, a TileMap, a BlockMask, a boolean tensor (true:
                         attend), an additive tensor, or a boolean (batch, keys) padding mask. Causal masks align upper-left.
     score               a function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
@@ -52,7 +53,7 @@ def attention(
     return_lse          also return the logarithm of each row's sum of exponentials, (batch, heads, queries); differentiable.
     deterministic       bitwise repeatable gradients; torch's own switch unless given.
 
-    A query that may attend to nothing gives 0. The output has the query's layout and strides.
+    A query that may attend to nothing gives 0. The output has the query's layout and lies in memory as the query does, a head's numbers always side by side.
     """
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
     try:
@@ -90,8 +91,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     cached = call_cache.find(call_key)
     if cached is None:
         check_name(request.backend, request.source)
-        problem, mask_name = make_problem(query, key, value, mask, score, options)
-        cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
+        with unrecorded():
+            problem, mask_name = make_problem(query, key, value, mask, score, options)
+            cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
     else:
         assert call_key is not None
         replayed = None if observers or is_logged() else cached.replay(call_key, query, key, value)
@@ -126,12 +128,12 @@ def run_engine(engine: Engine, problem: Problem, plan: Plan) -> Output:
 
 
 def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool) -> Any:
-    """Jagged nested tensors: packed, computed without padding, and put back."""
+    """Nested tensors: packed, computed without padding, and put back."""
     if return_lse:
         raise InputError("return_lse is not available for nested tensors; use tilewise.varlen_attention, which returns it packed")
     packed = packing.unnest(query, key, value, layout)
     output = packed_attention(packed, mask, score, options, backend, needs_lse=False)
-    return packing.nest(output.out, packed, layout)
+    return packing.nest(output.out, packed, layout, strided=query.layout == torch.strided)
 
 
 def packed_attention(packed: packing.Packed, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool) -> Output:

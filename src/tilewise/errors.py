@@ -1,6 +1,7 @@
 """Every error tilewise raises on purpose.
 
-Each also derives from the builtin its situation would raise in torch, so that `except ValueError` keeps working.
+Each also derives from what torch raises in its situation, so that `except` clauses written for torch keep working. For the same arguments,
+flex_attention raises ValueError and scaled_dot_product_attention RuntimeError: an InputError is both.
 """
 
 
@@ -8,16 +9,24 @@ class TilewiseError(Exception):
     """Base of all errors raised by tilewise."""
 
 
-class TraceError(TilewiseError, TypeError):
+class TraceError(TilewiseError, TypeError, RuntimeError):
     """A mask or score function does something that cannot be turned into a program."""
 
 
-class InputError(TilewiseError, ValueError):
+class InputError(TilewiseError, ValueError, RuntimeError):
     """Arguments that do not describe an attention problem."""
 
 
-class MisuseError(InputError, RuntimeError):
-    """An input error for which torch raises RuntimeError: `except` of either kind catches it."""
+class MisuseError(InputError):
+    """Something done at the wrong time or place, for which torch raises RuntimeError."""
+
+
+class IncompleteError(InputError, AssertionError):
+    """An argument without which others mean nothing, for which torch raises AssertionError."""
+
+
+class UnsupportedError(InputError, NotImplementedError):
+    """Something without a meaning here, for which torch raises NotImplementedError."""
 
 
 class BackendError(TilewiseError, RuntimeError):

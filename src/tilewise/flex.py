@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tilewise.attention import run
 from tilewise.core.problem import Options
-from tilewise.errors import InputError, MisuseError
-from tilewise.frontend.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask
+from tilewise.errors import InputError, MisuseError, UnsupportedError
+from tilewise.frontend.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask, sliced_mask_mod
 from tilewise.lang import INDICES, evaluate, trace_mask, trace_score
 from tilewise.masks import MaskFunction
 from tilewise.scores import ScoreFunction
@@ -76,6 +76,9 @@ class FlexKernelOptions(TypedDict, total=False):
     BACKEND: Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE"]
 
 
+BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -107,9 +110,11 @@ def flex_attention(
         raise InputError("Cannot specify both return_lse and return_aux: return_aux=AuxRequest(lse=True) says it all")
     _check_kernel_options(kernel_options)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.is_nested or tensor.dim() != 4:
-            found = "a nested tensor" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
-            raise InputError(f"flex_attention takes (batch, heads, sequence, head dim) tensors, got {found} for {name}; tilewise.attention takes others")
+        if tensor.is_nested:
+            raise UnsupportedError(f"flex_attention does not support NestedTensor inputs, got one for {name}; tilewise.attention takes them")
+        if tensor.dim() != 4:
+            found = f"shape {tuple(tensor.shape)} for {name}"
+            raise InputError(f"flex_attention takes (batch, heads, sequence, head dim) tensors, got {found}; tilewise.attention takes others")
     wanted = AuxRequest(lse=return_lse) if return_aux is None else return_aux
     options = Options(scale=scale, enable_gqa=enable_gqa)
     output = run(query, key, value, mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores)
@@ -133,6 +138,11 @@ def mask_for(block_mask: Any, query: Tensor, key: Tensor) -> Any:
     if not isinstance(mask, TileMap):
         _check_lengths(block_mask.seq_lengths, query, key)
         return mask
+    if block_mask.mask_mod is sliced_mask_mod and mask.shape[2] != query.shape[2]:
+        raise MisuseError(
+            f"Cannot use mask_mod from a sliced BlockMask: the slice covers {mask.shape[2]} queries, the call has {query.shape[2]}. For other "
+            "queries than those of the slice, set its mask_mod, shifted from the original's, and its seq_lengths"
+        )
     _check_lengths(mask.shape[2:], query, key)
     return block_mask.mask_mod if _made_for_one(mask, query) else mask
 
@@ -173,6 +183,11 @@ def _check_kernel_options(options: Any) -> None:
         return
     if not isinstance(options, (dict, Mapping)):
         raise InputError(f"kernel_options must be a dict of FlexKernelOptions, got {type(options).__name__}")
+    backend = options.get("BACKEND")
+    if backend is not None and backend not in BACKENDS:
+        raise InputError(f"Invalid BACKEND value {backend!r} in kernel_options. Must be one of {BACKENDS}")
+    if backend is not None and options.get("FORCE_USE_FLEX_ATTENTION"):
+        raise MisuseError("BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION in kernel_options: give one of them")
     if options and not torch.compiler.is_compiling():
         _log_once("kernel_options tune torch's own kernels and have no effect on tilewise's")
 
@@ -201,14 +216,18 @@ def create_block_mask(
     """The BlockMask of f(b, h, q, kv), found by bounds: neither the score matrix nor a list of its blocks is formed.
 
     `B` and `H` may be None where the mask does not depend on them. `_compile` changes nothing: there is nothing to
-    compile. `compute_dq_write_order` and `dq_kv_order` are for torch's own kernels and have no effect.
+    compile. `compute_dq_write_order` and `dq_kv_order` are for torch's own kernels: they change what `dq_write_order` gives
+    when it is read, and nothing else.
     """
     if not callable(mask_mod):
         raise InputError(f"create_block_mask takes a function of (b, h, q, kv), got {type(mask_mod).__name__}")
-    if compute_dq_write_order and not torch.compiler.is_compiling():
-        _log_once("compute_dq_write_order is for torch's own kernels and has no effect on tilewise's")
+    if not isinstance(dq_kv_order, bool):
+        raise InputError(f"dq_kv_order must be a bool when using create_block_mask, got {type(dq_kv_order).__name__}")
     sizes = (1 if B is None else B, 1 if H is None else H)
-    return BlockMask.from_mask(mask_mod, *sizes, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE, separate_full_blocks)
+    made = BlockMask.from_mask(mask_mod, *sizes, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE, separate_full_blocks)
+    if compute_dq_write_order:
+        made.wants_write_order(dq_kv_order)
+    return made
 
 
 def create_mask(mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.functional import pad
 
 from tilewise.attention import attention
 from tilewise.core.problem import DenseMask
@@ -31,14 +32,18 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, served by tilewise.
 
-    Tensors are (..., heads, sequence, head dim) with any number of leading dimensions, or (sequence, head dim).
+    Tensors are (..., heads, sequence, head dim) with any number of leading dimensions, or (sequence, head dim), or nested.
     `attn_mask` may also be anything tilewise.attention takes as a mask; a tensor broadcasts as torch's does.
+    With `is_causal`, both apply, as in torch's fused kernels.
     """
     if query.dim() < 2 or {query.dim(), key.dim(), value.dim()} != {query.dim()}:
         raise InputError(f"query, key and value must have the same number of dimensions, at least 2, got {query.dim()}, {key.dim()} and {value.dim()}")
-    if not query.is_nested and not enable_gqa:
-        query, key, value = _broadcast(query, key, value)
-    mask = _mask(attn_mask, query, key)
+    if not (query.is_nested or key.is_nested or value.is_nested):
+        if query.size(-1) == 0 or value.size(-1) == 0:
+            return _without_features(query, key, value, attn_mask, dropout_p, is_causal, 1.0 if query.shape[-1] == 0 else scale, enable_gqa)
+        if not enable_gqa:
+            query, key, value = _broadcast(query, key, value)
+    mask = _mask(attn_mask, query, key, is_causal)
     q, k, v = (query, key, value) if query.dim() == 4 else (_four_dimensional(t) for t in (query, key, value))
     out: Tensor = attend(q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
@@ -54,6 +59,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backe
     if reading is None:
         return attention(query, key, value, mask=mask, backend=backend, **options)
     return attention(query, key, value, mask=reading.mask, score=reading.score, backend=backend, **options)
+
+
+def _without_features(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+    """Head dims of 0, by one feature that is 0: without features to compare, all scores are 0; without values, there is nothing to return."""
+    q, k, v = (pad(t, (0, 1)) if t.shape[-1] == 0 else t for t in (query, key, value))
+    return scaled_dot_product_attention(q, k, v, *others)[..., : value.shape[-1]]
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,9 +85,11 @@ def _four_dimensional(t: Tensor) -> Tensor:
     return t if t.dim() == 4 else t.flatten(0, -4)
 
 
-def _mask(mask: Any, query: Tensor, key: Tensor) -> Any:
+def _mask(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Any:
     """torch's masks: a tensor is read from the right, (..., queries, keys); a CausalBias says which corner it aligns to."""
     if isinstance(mask, Tensor) and hasattr(mask, "variant"):
+        if is_causal:
+            raise InputError("CausalBias should not be used with causal=True: it says itself to which corner it aligns")
         lower_right = mask.variant.name == "LOWER_RIGHT"
         return causal_lower_right(query.shape[-2], key.shape[-2]) if lower_right else causal
     if not isinstance(mask, Tensor):

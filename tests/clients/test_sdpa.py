@@ -233,6 +233,18 @@ def test_multi_head_attention(name: str) -> None:
         reached(watched)
 
 
+def test_multi_head_attention_goes_by_the_causal_hint_as_torchs() -> None:
+    with seeded():
+        layer = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    x, another = x_of(), torch.ones(LENGTH, LENGTH).triu(3).bool()
+    for options in ({"attn_mask": another}, {"attn_mask": another, "key_padding_mask": ~keep()}):
+        expected = layer(x, x, x, need_weights=False, is_causal=True, **options)[0]
+        with tw.intercept_sdpa("flex"):
+            torch.testing.assert_close(layer(x, x, x, need_weights=False, is_causal=True, **options)[0], expected, rtol=1e-5, atol=1e-6)
+    with tw.intercept_sdpa("flex"), pytest.raises(RuntimeError, match="Need attn_mask"):
+        layer(x, x, x, need_weights=False, is_causal=True)
+
+
 def test_multi_head_attention_that_needs_weights_stays_torchs_and_is_named() -> None:
     with seeded():
         layer = nn.MultiheadAttention(WIDTH, 2, batch_first=True)

@@ -104,6 +104,14 @@ def test_what_is_returned() -> None:
                 assert_close(found, value)
 
 
+@pytest.mark.parametrize("engine", ["reference", "blocked", "cpp"])
+def test_the_largest_scores_are_not_differentiable(engine: str) -> None:
+    q, k, v = (t.requires_grad_() for t in tensors(40))
+    with tw.attention_backend(engine):
+        _, aux = ours.flex_attention(q, k, v, return_aux=ours.AuxRequest(True, True))
+    assert aux.lse.requires_grad and not aux.max_scores.requires_grad
+
+
 def test_the_output_has_the_strides_of_the_query() -> None:
     q = torch.randn(B, 50, H, D).transpose(1, 2)
     out = ours.flex_attention(q, q, q, SCORES["times two"](50))
@@ -180,6 +188,13 @@ def wrong(*, n: int = 128, q_heads: int = H, kv_heads: int = H, block_mask: Any 
 SMALLER = "block_mask was created for a smaller length than you're using it for, you likely need to create a new block mask."
 HEADS = "Expect query and key/value to have the same number of heads but got Hq=4 and Hkv=2. Try setting enable_gqa=True for GQA."
 LARGER = "created for a larger length than you're using it for"
+NESTED = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(2, 2, 8)], layout=torch.jagged)
+
+
+def lists() -> tuple[torch.Tensor, torch.Tensor]:
+    return chosen_blocks(2, 2, 1)
+
+
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "heads": (wrong(kv_heads=2), ValueError, HEADS),
     "ratio": (wrong(kv_heads=3, enable_gqa=True), ValueError, "Expect number of query heads to be a multiple of kv heads for GQA"),
@@ -194,12 +209,20 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "and_masks": (lambda: ours.and_masks(ours.noop_mask, 3), RuntimeError, "All inputs should be callable mask_mods"),
     "or_masks": (lambda: ours.or_masks(None), RuntimeError, "All inputs should be callable mask_mods"),
     "options": (wrong(kernel_options=3), ValueError, "kernel_options must be a dict"),
+    "backend": (wrong(kernel_options={"BACKEND": "CUDNN"}), ValueError, "Invalid BACKEND value"),
+    "two backends": (wrong(kernel_options={"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True}), RuntimeError, "BACKEND cannot be combined"),
+    "nested": (lambda: ours.flex_attention(*[NESTED] * 3), NotImplementedError, "does not support NestedTensor inputs"),
     "mask": (wrong(block_mask="causal"), ValueError, "a BlockMask"),
     "dimensions": (lambda: ours.flex_attention(*[torch.randn(3, 5, 8)] * 3), ValueError, "(batch, heads, sequence, head dim)"),
     "no function": (lambda: ours.create_block_mask(3, None, None, 8, 8), ValueError, "takes a function"),
     "a score function": (lambda: ours.create_block_mask(lambda s, b, h, q, kv: s, None, None, 8, 8), TypeError, "looks like a score function"),
     "one dimension": (lambda: ours.BlockMask.from_kv_blocks(torch.tensor(1), torch.tensor([0])), RuntimeError, "must have at least 2 dimensions"),
-    "half of the full lists": (lambda: ours.BlockMask.from_kv_blocks(*chosen_blocks(2, 2, 1), torch.ones(1)), ValueError, "both provided or omitted"),
+    "half of the full lists": (lambda: ours.BlockMask.from_kv_blocks(*chosen_blocks(2, 2, 1), torch.ones(1)), AssertionError, "both provided or omitted"),
+    "half of the full q lists": (lambda: ours.BlockMask((4, 4), *lists(), None, None, *lists(), lists()[0], None), AssertionError, "both provided or omitted"),
+    "an order of nothing": (lambda: ours.BlockMask.from_kv_blocks(*lists(), dq_write_order_full=lists()[1]), ValueError, "requires dq_write_order"),
+    "an order by number": (lambda: ours.BlockMask.from_kv_blocks(*lists(), dq_kv_order=1), ValueError, "dq_kv_order must be a bool"),
+    "an order by tensor": (lambda: ours.create_block_mask(ours.noop_mask, 1, 1, 8, 8, dq_kv_order=torch.ones(1)), ValueError, "dq_kv_order must be a bool"),
+    "a slice for other queries": (wrong(n=200, block_mask=causal_blocks(200)[:, :, 0]), RuntimeError, "Cannot use mask_mod from a sliced BlockMask"),
     "shapes": (lambda: ours.BlockMask.from_kv_blocks(torch.ones(1, 1, 3), torch.ones(1, 1, 2, 2)), ValueError, "one dimension more"),
     "rows": (wrong(n=500, block_mask=ours.BlockMask.from_kv_blocks(*chosen_blocks(2, 4, 1), seq_lengths=(500, 500))), ValueError, "2 query blocks"),
     "too many indices": (lambda: causal_blocks(128)[0, 0, 0, 0], ValueError, "batch, head and query block"),

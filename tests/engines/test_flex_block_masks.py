@@ -1,5 +1,6 @@
 """tilewise.flex's block masks against torch's own: their attributes and drawings, blocks given or changed by the caller, slices, adjusted lengths."""
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ def assert_same_attributes(found: ours.BlockMask, expected: theirs.BlockMask) ->
         if torchs is not None:
             assert mine.shape == torchs.shape and mine.dtype == torchs.dtype == torch.int32
             assert torch.equal(mine, torchs), name
+            assert mine.is_contiguous()
     assert (found.shape, found.seq_lengths, found.BLOCK_SIZE) == (expected.shape, expected.seq_lengths, expected.BLOCK_SIZE)
     assert found.numel() == expected.numel() and found.sparsity() == pytest.approx(expected.sparsity())
     assert torch.equal(found.to_dense(), expected.to_dense())
@@ -51,12 +53,13 @@ def test_drawings_are_torchs(name: str) -> None:
         assert own.to_string(**options) == torchs.to_string(**options)
 
 
+@pytest.mark.parametrize("block", [64, (128, 32), 512], ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_a_block_over_the_end_is_full_here_where_torch_calls_it_partial(name: str) -> None:
-    torchs, own = (m.create_block_mask(MASKS[name](200), B, H, 200, 300, device="cpu", BLOCK_SIZE=64) for m in (theirs, ours))
-    assert torch.equal(own.to_dense(), torchs.to_dense())
-    assert own.sparsity() == pytest.approx(torchs.sparsity())
-    assert bool((own.full_kv_num_blocks >= torchs.full_kv_num_blocks).all())
+def test_a_block_over_the_end_is_partial(name: str, block: Any) -> None:
+    torchs, own = (m.create_block_mask(MASKS[name](200), B, H, 200, 300, device="cpu", BLOCK_SIZE=block) for m in (theirs, ours))
+    assert_same_attributes(own, torchs)
+    rows = (slice(None), slice(1, 2), torch.tensor([torchs.kv_indices.shape[2] - 1, 0]))
+    assert_same_attributes(own[rows], torchs[rows])
 
 
 def test_a_million_tokens_take_no_lists() -> None:
@@ -139,7 +142,6 @@ def test_assigned_lists_are_the_mask() -> None:
         else:
             own = own[:, :]
             own.mask_mod = ours.noop_mask
-            own.kv_num_blocks = own.kv_num_blocks.contiguous()
             own.kv_num_blocks.copy_(counts)
             own.kv_indices = indices
         assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, within(counts, indices, 64, n, n))[0])
@@ -155,6 +157,51 @@ def test_a_derived_list_that_is_written_to_is_the_mask() -> None:
     diagonal = (torch.arange(n)[:, None] // 64 == torch.arange(n) // 64) & (torch.arange(n)[:, None] >= torch.arange(n))
     assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, diagonal)[0])
     assert int(own.full_q_num_blocks.sum()) == 0
+
+
+@pytest.mark.parametrize(("engine", "way"), [("reference", "eager"), ("blocked", "eager"), ("cpp", "eager"), ("cpp", "inference"), ("blocked", "compiled")])
+def test_a_list_written_to_for_one_batch_element_is_honoured_by_the_next_call(engine: str, way: str) -> None:
+    n = 256
+    q, k, v = tensors(n)
+    attend = torch.compile(ours.flex_attention, fullgraph=True, backend="eager") if way == "compiled" else ours.flex_attention
+    with torch.inference_mode(way == "inference"), tw.attention_backend(engine):
+        own = ours.create_block_mask(MASKS["causal"](n), B, H, n, n, device="cpu", BLOCK_SIZE=64)
+        assert_close(attend(q, k, v, None, own), dense(q, k, v, None, allowed_by(MASKS["causal"](n), n, n))[0])
+        other = copy(own)
+        own.kv_num_blocks[1] = 0
+        for _ in range(2):
+            expected = dense(q, k, v, None, allowed_by(MASKS["causal"](n), n, n))[0]
+            expected[1, :, :64] = 0  # of the second batch element, only full blocks are left, and the first rows have none
+            assert_close(attend(q, k, v, None, own)[:, :, :64], expected[:, :, :64])
+            assert_close(attend(q, k, v, None, own)[0], expected[0])
+        own.full_kv_num_blocks[1] = 0
+        assert attend(q, k, v, None, own)[1].count_nonzero() == 0 and own.to_dense()[1].count_nonzero() == 0
+        assert attend(q, k, v, None, other)[1].count_nonzero() > 0, "the other mask had no list yet, and has its own"
+
+
+def test_longer_keys_than_the_mask_was_made_for_are_masked_by_mask_mod() -> None:
+    """torch lists the last block as partial, so assigning longer seq_lengths asks mask_mod about its rest."""
+    q, k, v = tensors(64, kv_len=128)
+    own = ours.create_block_mask(lambda b, h, q, kv: kv < 100, None, None, 64, 100, device="cpu", BLOCK_SIZE=64)
+    own.seq_lengths = (64, 128)
+    assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k[:, :, :100], v[:, :, :100])[0])
+
+
+def test_torchs_paged_attention() -> None:
+    """It takes the lists for pages of another order, and asks mask_mod inside the last page, behind which the cache holds anything."""
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+
+    q, k, v = tensors(37, kv_len=200)
+    own = ours.create_block_mask(ours.noop_mask, B, H, 37, 200, device="cpu", BLOCK_SIZE=64)
+    pages = PagedAttention(12, 64, B, device="cpu")
+    cache = [torch.full((1, H, 12 * 64, D), torch.nan, dtype=torch.float64) for _ in range(2)]
+    lengths = torch.full((B,), 200)
+    for b in (1, 0):
+        pages.reserve(torch.tensor(b), torch.tensor(200))
+    pages.assign(torch.arange(B), torch.arange(200).expand(B, -1), k, v, *cache)
+    paged = pages.convert_logical_block_mask(own, kv_len=lengths)
+    got = ours.flex_attention(q, cache[0].expand(B, -1, -1, -1), cache[1].expand(B, -1, -1, -1), pages.get_score_mod(None, kv_len=lengths), paged)
+    assert_close(got, dense(q, k, v)[0])
 
 
 def test_an_assigned_mask_mod_decides_inside_the_blocks() -> None:
@@ -233,6 +280,50 @@ def test_adjusting_to_smaller_lengths(lengths: tuple[int, int]) -> None:
     for mask in (own._adjust(*lengths), lists._adjust(*lengths)):
         assert mask.shape == (B, H, *lengths) and torch.equal(mask.to_dense(), expected.to_dense())
         assert_close(ours.flex_attention(q, k, v, None, mask), ours.flex_attention(q, k, v, None, expected))
+
+
+def test_without_q_lists() -> None:
+    """Parts have none either. A backward needs none here."""
+    counts, indices = chosen_blocks(4, 6, 3)
+    own = ours.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64, compute_q_blocks=False)
+    for mask in (own, own[0], own[:, 1, 2:], own._adjust(128, 192), own.to("cpu"), copy(own)):
+        assert mask.q_indices is None and mask.q_num_blocks is None and mask.full_kv_indices is None
+    q, k, v = tensors(256, kv_len=384)
+    ours.flex_attention(q.requires_grad_(), k, v, None, own).sum().backward()
+    assert q.grad is not None
+
+
+def test_orders_for_torchs_deterministic_kernels() -> None:
+    for length, options in ((512, {}), (200, {"dq_kv_order": False}), (200, {"separate_full_blocks": False})):
+        make = {"device": "cpu", "BLOCK_SIZE": 64, "compute_dq_write_order": True} | options
+        torchs, own = (m.create_block_mask(MASKS["padding"](length), B, H, length, length, **make) for m in (theirs, ours))
+        for mine, other in ((own, torchs), (own[1, :, 1:], torchs[1, :, 1:]), (own.to("cpu"), torchs)):
+            assert mine.dq_kv_order_spt == other.dq_kv_order_spt == mine._dq_kv_order()
+            assert torch.equal(mine.dq_write_order, other.dq_write_order)
+            assert (mine.dq_write_order_full is None) == (other.dq_write_order_full is None)
+            if other.dq_write_order_full is not None:
+                assert torch.equal(mine.dq_write_order_full, other.dq_write_order_full)
+    assert own._adjust(100, 100).dq_write_order is not None
+    counts, indices = chosen_blocks(4, 4, 2)
+    ordered = ours.BlockMask.from_kv_blocks(counts, indices, dq_write_order=indices, dq_kv_order=indices)
+    assert ordered.dq_write_order is indices is ordered._dq_kv_order() is ordered.to("cpu").dq_kv_order
+    for part in (lambda: ordered[0], lambda: ordered._adjust(128, 128)):
+        with pytest.raises(NotImplementedError, match="tensor dq_kv_order"):
+            part()
+
+
+def test_as_a_pytree() -> None:
+    from torch.utils import _pytree as tree
+
+    own = ours.create_block_mask(MASKS["causal"](256), B, H, 256, 256, device="cpu", BLOCK_SIZE=64, compute_dq_write_order=True)
+    for mask in (own, ours.BlockMask.from_kv_blocks(*chosen_blocks(4, 4, 2), compute_q_blocks=False)):
+        keyed, context = mask._flatten_with_keys()
+        leaves, _ = mask._flatten()
+        again = ours.BlockMask._unflatten(leaves, context)
+        assert [type(key) for key, _ in keyed] == [tree.GetAttrKey] * len(leaves) and len(context) == len(ours.BlockMask._CONTEXT_ATTRS) + 1
+        assert all(getattr(again, name) is getattr(mask, name) for name in ours.BlockMask._TENSOR_ATTRS)
+        assert all(getattr(again, name) == getattr(mask, name) for name in ours.BlockMask._CONTEXT_ATTRS)
+    assert list(ours.BlockMask._TENSOR_ATTRS) == list(theirs.BlockMask._TENSOR_ATTRS) and list(ours.BlockMask._CONTEXT_ATTRS) == theirs.BlockMask._CONTEXT_ATTRS
 
 
 def test_moving() -> None:

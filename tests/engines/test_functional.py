@@ -141,8 +141,22 @@ def test_masks_of_tilewise_are_taken_too() -> None:
         assert_like_torch([q, k, v], mask, theirs=allowed)
 
 
+def test_a_causal_bias_says_it_all() -> None:
+    with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+        scaled_dot_product_attention(*tensors((2, 3)), causal_lower_right(9, 13), is_causal=True)
+
+
+@pytest.mark.parametrize("engine", ["reference", "blocked", "cpp", "auto"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 2.0}], ids=str)
+@pytest.mark.parametrize("dims", [(0, 6), (8, 0), (0, 0)], ids=str)
+def test_head_dims_of_0(dims: tuple[int, int], options: dict[str, Any], engine: str) -> None:
+    q, k, v = (torch.randn(2, 3, 9, d, dtype=torch.float64, requires_grad=True) for d in (dims[0], dims[0], dims[1]))
+    with tw.attention_backend(engine):
+        assert_like_torch([q, k, v], **options)
+
+
 def test_is_causal_joins_a_mask() -> None:
-    """torch refuses both at once; here they are both applied."""
+    """torch's fused CPU kernel applies both, its other ones refuse."""
     q, k, v = tensors((2, 3))
     mask = torch.rand(9, 13) < 0.8
     expected = F.scaled_dot_product_attention(q, k, v, mask & torch.ones(9, 13, dtype=torch.bool).tril())

@@ -72,7 +72,10 @@ def test_output_strides_follow_the_query(case: Case, strides: str, engine: str) 
     query, key, value = (view.view(torch.randn(view.stored(shape)), shape) for _ in range(3))
     out = tw.attention(query, key, value, backend=engine, **make(case, torch.float32, torch.float32).arguments())
     assert out.shape == query.shape
-    order = sorted(range(query.dim()), key=lambda d: -query.stride(d))
+    if query.dim() == 3 and query.stride(0) < query.stride(2):  # heads lie outside of the batch: they are put side by side by a copy
+        assert out.is_contiguous()
+        return
+    order = [*sorted(range(query.dim() - 1), key=lambda d: -query.stride(d)), query.dim() - 1]  # the last stride is 1 whatever the query's
     assert out.permute(order).is_contiguous(), f"query strides {query.stride()}, output strides {out.stride()}"
 
 

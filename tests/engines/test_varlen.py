@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import masks, scores
+from tilewise import functional, masks, scores
 
 LENGTHS = {
     "equal": ([40, 40, 40], None),
@@ -192,11 +192,30 @@ def test_nested_of_torchs_own_making() -> None:
     assert jagged.grad is not None and jagged.grad.is_nested
 
 
+def strided(*parts: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([part[0] for part in parts])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
+def test_strided_nested_tensors_come_back_strided(engine: str, is_causal: bool) -> None:
+    parts = [[torch.randn(2, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 0, 9, 1)] for _ in range(3)]
+    q, k, v = (torch.nested.as_nested_tensor(p) for p in parts)
+    with tw.attention_backend(engine):
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    assert out.is_nested and out.layout == torch.strided and out.dim() == 4
+    expected = [torch.nn.functional.scaled_dot_product_attention(*p, is_causal=is_causal) for p in zip(*parts, strict=True)]
+    assert_same(tuple(out.unbind()), tuple(expected), [p[2] for p in parts])
+
+
 BAD_NESTED: dict[str, Any] = {
     "return_lse is not available for nested tensors": lambda n, d: tw.attention(n, n, n, layout="bshd", return_lse=True),
     "take layout 'bhsd' or 'bshd', got 'sbhd'": lambda n, d: tw.attention(n, n, n, layout="sbhd"),
-    "key must be a 4-D nested tensor with layout=torch.jagged": lambda n, d: tw.attention(n, d, d, layout="bshd"),
-    "query must be a 4-D nested tensor with layout=torch.jagged": lambda n, d: tw.attention(d, n, n, layout="bshd"),
+    "must all be 4-D nested tensors .*, got key: 4-D, not nested": lambda n, d: tw.attention(n, d, d, layout="bshd"),
+    "must all be 4-D nested tensors .*, got query: 4-D, not nested": lambda n, d: tw.attention(d, n, n, layout="bshd"),
+    "got key: 4-D, nested, layout torch.strided": lambda n, d: tw.attention(n, strided(d, d), n, layout="bshd"),
+    "sequences of query must have the same heads": lambda n, d: tw.attention(*[strided(d, d[:, :, :1])] * 3, layout="bshd"),
     "take a mask function or a mask of tilewise.masks": lambda n, d: tw.attention(n, n, n, layout="bshd", mask=torch.ones(14, 14, dtype=torch.bool)),
     "query has 1 sequences, key and value have 2": lambda n, d: tw.attention(nested([14], "bshd")[1], n, n, layout="bshd"),
     "key and value must have the same sequence lengths": lambda n, d: tw.attention(n, n, nested([9, 5], "bshd")[1], layout="bshd"),

@@ -9,7 +9,7 @@ import tilewise as tw
 from tests.support.cases import CASES, Case
 from tests.support.error_rule import check
 from tests.support.triton_misses import FLOAT32_MISSES, refused
-from tilewise import masks, scores
+from tilewise import flex, masks, scores
 
 LARGEST = 60_000  # score elements: the interpreter takes a few seconds for so many
 
@@ -77,3 +77,22 @@ def test_small_gradients_survive_a_softcap(cap: float) -> None:
         found, wanted = (gradients(score, engine, dtype, 1e-2, 256) for engine, dtype in (("triton", torch.float16), ("reference", torch.float64)))
         for a, b in zip(found, wanted, strict=True):
             assert float((a.double() - b).norm() / b.norm()) < 4e-3
+
+
+# -- block masks and layouts -----------------------------------------------------------------------------------------
+
+
+def test_a_written_block_list_and_a_query_whose_last_stride_is_not_1() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 1, 16, 64).transpose(2, 3).requires_grad_() for _ in range(3)]
+    blocks = flex.create_block_mask(lambda b, h, q, kv: q >= kv, 2, 1, 64, 64, device="cpu", BLOCK_SIZE=16)
+    with tw.attention_backend("triton"):
+        whole = flex.flex_attention(*inputs, block_mask=blocks)
+        blocks.full_kv_num_blocks[1] = 0
+        found = flex.flex_attention(*inputs, block_mask=blocks)
+    assert found.stride(-1) == whole.stride(-1) == 1
+    torch.testing.assert_close(found[0], whole[0], rtol=1e-5, atol=1e-5)
+    i, j = torch.arange(64)[:, None], torch.arange(64)
+    wanted = tw.attention(*inputs, mask=torch.stack([i >= j, (i >= j) & (i // 16 == j // 16)])[:, None], backend="reference")
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)), rtol=1e-4, atol=1e-4)

@@ -74,7 +74,7 @@ def scalar_seed(problem: Problem) -> int:
 
 
 def like_query(query: Tensor, v_dim: int) -> Tensor:
-    """An empty (B, H, Sq, Dv) output whose dimensions lie in memory in the query's order."""
+    """An empty (B, H, Sq, Dv) output whose dimensions lie in memory in the query's order, but for the last: as in torch, its stride is always 1."""
     contiguous = query.is_contiguous()
     if contiguous and query.shape[3] == v_dim:
         return torch.empty_like(query)  # the quickest way
@@ -82,7 +82,7 @@ def like_query(query: Tensor, v_dim: int) -> Tensor:
     if contiguous:
         return query.new_empty(shape)
     strides = query.stride()
-    order = sorted(range(4), key=lambda d: (-strides[d], d))
+    order = [*sorted(range(3), key=lambda d: (-strides[d], d)), 3]
     out = query.new_empty([shape[d] for d in order])
     return out.permute([order.index(d) for d in range(4)])
 

@@ -94,8 +94,9 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
-    """The output, with its dimensions in the query's memory order."""
-    if problem.v_dim == problem.head_dim and out.stride() == problem.query.stride():
+    """The output, laid out as like_query does."""
+    strides = out.stride()
+    if strides[3] == 1 and problem.v_dim == problem.head_dim and strides == problem.query.stride():
         return out
     wanted = like_query(problem.query, problem.v_dim)
     return out if out.stride() == wanted.stride() else wanted.copy_(out)

@@ -1,24 +1,38 @@
 """BlockMask: torch's form of a tile map. Its index lists are computed only when they are read."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey
 
-from tilewise.errors import InputError, MisuseError
+from tilewise.core.map_cache import refuse_capture
+from tilewise.core.recording import unrecorded
+from tilewise.errors import InputError, MisuseError, UnsupportedError
+from tilewise.frontend.block_lists import (
+    BACKWARD,
+    FORWARD,
+    Blocks,
+    blocks_of_tiles,
+    check_both_or_neither,
+    check_lists,
+    drawn,
+    list_of,
+    list_of_tiles,
+    runs_of,
+    write_order,
+)
+from tilewise.frontend.block_slices import chosen, cropped, sliced
 from tilewise.lang import trace_mask
 from tilewise.masks import MaskFunction
-from tilewise.tiles import Geometry, Runs, TileMap, from_block_mask, from_call, tile_map, trimmed
-from tilewise.tiles.runs import from_stretches
+from tilewise.tiles import TileMap, from_block_mask, from_call, tile_map, trimmed
 
 BLOCK = 128
 COVERS_ALL = 1 << 30  # torch's block size for "no blocks at all": such a mask fits every length
-FORWARD = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-BACKWARD = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-SHADES = " ░█"
 
 
 def noop_mask(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
@@ -34,25 +48,6 @@ def sliced_mask_mod(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks behind the lists: rows are batch x query blocks."""
-
-    partial: Runs
-    full: Runs | None  # None if full blocks are not listed separately
-    batch: tuple[int, ...]
-    rows: int
-    columns: int
-
-    @property
-    def groups(self) -> int:
-        return torch.Size(self.batch).numel()
-
-    @property
-    def runs(self) -> tuple[Runs, ...]:
-        return (self.partial,) if self.full is None else (self.partial, self.full)
-
-
 def _listed(name: str) -> Any:
     """A list as a property: computed on first read, replaced on assignment."""
 
@@ -65,17 +60,29 @@ def _listed(name: str) -> Any:
     return property(read, assign)
 
 
+def _ordered(q_list: str) -> Any:
+    """The order in which torch's deterministic kernels add up dQ, as a property: computed on first read if it was asked for, replaced on assignment."""
+
+    def read(self: "BlockMask") -> Tensor | None:
+        return self._write_order(q_list)
+
+    def assign(self: "BlockMask", value: Tensor | None) -> None:
+        self._orders[q_list] = value
+
+    return property(read, assign)
+
+
 class BlockMask:
     """Which blocks of the score matrix are computed, in torch's form.
 
     The mask is kept as a tilewise.TileMap. torch's lists (`kv_num_blocks`, `kv_indices`, ...) have a number for every
-    block of the whole matrix, so they exist only once they are read; attention never reads them. They have torch's
-    shapes and dtypes, and the first `kv_num_blocks` entries of a row ascend. Assigning a list, `mask_mod` or
-    `seq_lengths`, or changing a list in place, changes the mask as it does in torch.
-
-    One difference: a block that reaches past the end of the sequence and allows everything before it is full here and
-    partial in torch. Results are the same.
+    block of the whole matrix, so they exist only once they are read; attention never reads them. They are what torch
+    would list, contiguous tensors of their own, and the first `kv_num_blocks` entries of a row ascend. Assigning a list,
+    `mask_mod` or `seq_lengths`, or writing into a list, changes the mask as it does in torch.
     """
+
+    _TENSOR_ATTRS = (*FORWARD, *BACKWARD, "dq_write_order", "dq_write_order_full", "dq_kv_order")  # the leaves and the rest, for pytrees
+    _CONTEXT_ATTRS = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
 
     kv_num_blocks = _listed("kv_num_blocks")
     kv_indices = _listed("kv_indices")
@@ -86,14 +93,15 @@ class BlockMask:
     full_q_num_blocks = _listed("full_q_num_blocks")
     full_q_indices = _listed("full_q_indices")
 
-    BLOCK_SIZE: tuple[int, int]
-    dq_write_order: Tensor | None  # these four are for torch's own kernels: stored, never used
-    dq_write_order_full: Tensor | None
+    dq_write_order = _ordered("q_indices")  # these four are for torch's own kernels: stored, never used
+    dq_write_order_full = _ordered("full_q_indices")
     dq_kv_order: Tensor | None
     dq_kv_order_spt: bool | None
+    BLOCK_SIZE: tuple[int, int]
     _tiles: TileMap | None  # None: the lists are the mask or, if there are no lists either, it has yet to be built from mask_mod
     _lists: dict[str, Tensor | None]
     _versions: dict[str, int]  # of the derived lists, to notice changes in place
+    _orders: dict[str, Tensor | None]  # dq_write_order by the list that it orders
 
     def __init__(
         self,
@@ -114,7 +122,10 @@ class BlockMask:
         dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
     ) -> None:
-        _check_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        check_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        check_both_or_neither("q", full_q_num_blocks, full_q_indices)
+        if dq_write_order_full is not None and dq_write_order is None:
+            raise InputError("dq_write_order_full requires dq_write_order")
         self._start(seq_lengths, BLOCK_SIZE, noop_mask if mask_mod is None else mask_mod, tuple(kv_num_blocks.shape[:-1]))
         given = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices)
         self._lists = dict(zip((*FORWARD, *BACKWARD), given, strict=True))
@@ -127,23 +138,30 @@ class BlockMask:
         self._new_lengths = self._new_mask = False  # assigned by the user
         self._separate = True  # full blocks are listed separately
         self._lists, self._versions, self._tiles = {}, {}, None
+        self._of_function = False  # the tiles are those of a mask function, of which torch lists full blocks at the ends as partial
+        self._bottom: Tensor | None = None  # [query blocks] of a slice of such a mask: which reach past the end of the queries
         self._device = torch.device("cpu")
+        self._captured = False  # made while a CUDA graph was captured: never built for attention, which then goes by mask_mod
         self._without_mask = False  # a slice taken while compiling: the mask inside its blocks is unknown
-        self.dq_write_order = self.dq_write_order_full = self.dq_kv_order = self.dq_kv_order_spt = None
+        self._orders, self._wants_order = {}, False
+        self.dq_kv_order = self.dq_kv_order_spt = None
 
     @classmethod
     def from_mask(
         cls, mask_mod: MaskFunction, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device, block: int | tuple[int, int], separate: bool
     ) -> "BlockMask":
-        """The block mask of a function; while compiling, the build is deferred until it is needed."""
+        """The block mask of a function; while compiling, or capturing a CUDA graph, the build is deferred until it is needed."""
         made = cls.__new__(cls)
         made._start((q_len, kv_len), block, mask_mod, (batch, heads))
-        made._separate, made._device = separate, device
+        made._separate, made._device, made._of_function = separate, device, True
         if not torch.compiler.is_compiling():
-            made._build()
+            made._captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not made._captured:
+                made._build()
         return made
 
     def _build(self) -> None:
+        refuse_capture(self._device)
         size, lengths = self.BLOCK_SIZE, self._lengths
         tile = [min(n, -(-max(length, 1) // BLOCK) * BLOCK) for n, length in zip(size, lengths, strict=True)]  # no larger than the sequence
         self._tiles = tile_map(
@@ -170,7 +188,9 @@ class BlockMask:
 
         `mask_mod` decides inside these blocks, but not inside the full ones. The q lists are derived when they are read.
         """
-        _check_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        check_lists(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        if dq_kv_order is not None and not isinstance(dq_kv_order, (bool, Tensor)):
+            raise InputError(f"dq_kv_order must be a bool, a tensor or None, got {type(dq_kv_order).__name__}")
         block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
         if seq_lengths is None:
             seq_lengths = (kv_indices.shape[-2] * block[0], kv_indices.shape[-1] * block[1])
@@ -215,10 +235,11 @@ class BlockMask:
 
     def _list(self, name: str) -> Tensor | None:
         if name not in self._lists:
-            found = self._derived(name)
+            with _versioned(), unrecorded():
+                found = self._derived(name)
             self._lists[name] = found
-            if found is not None and not found.is_inference():
-                self._versions[name] = found._version
+            if found is not None:
+                self._versions[name] = 0 if torch.compiler.is_compiling() else found._version
         return self._lists[name]
 
     def _assign(self, name: str, value: Tensor | None) -> None:
@@ -240,22 +261,37 @@ class BlockMask:
             self._lists.pop(name, None)
 
     def _notice_changes(self) -> None:
-        """If a derived list was changed in place, the lists become the mask."""
-        if self._tiles is not None and self._versions and not torch.compiler.is_compiling():
-            lists = [(name, self._lists[name], version) for name, version in self._versions.items() if name in FORWARD]
-            if any(t is not None and t._version != version for _, t, version in lists):
+        """If a derived list was changed in place, the lists become the mask. A graph cannot tell, so while compiling every list that was read counts."""
+        if self._tiles is not None and self._versions:
+            lists = [(self._lists[name], version) for name, version in self._versions.items() if name in FORWARD]
+            if any([t is not None and (torch.compiler.is_compiling() or t._version != version) for t, version in lists]):
                 self._give_up_tiles()
                 self._forget(BACKWARD)
+
+    def wants_write_order(self, descending: bool) -> None:
+        """Have dq_write_order computed when it is read."""
+        self._wants_order, self.dq_kv_order_spt = True, descending
+
+    def _write_order(self, q_list: str) -> Tensor | None:
+        if q_list not in self._orders:
+            indices = self._list(q_list) if self._wants_order else None
+            self._orders[q_list] = None if indices is None else write_order(self.to_dense(), indices, bool(self.dq_kv_order_spt))
+        return self._orders[q_list]
+
+    def _dq_kv_order(self) -> Tensor | bool | None:
+        return self.dq_kv_order_spt if self.dq_kv_order is None else self.dq_kv_order
 
     # -- as tiles and as lists ---------------------------------------------------------------------------------------
 
     def as_mask(self) -> TileMap | MaskFunction:
-        """What attention runs on: a tile map; or mask_mod, if the mask was created inside a function being compiled."""
+        """What attention runs on: a tile map; or mask_mod, if the mask was created inside a function being compiled or a CUDA graph being captured."""
         if self._tiles is None and "kv_indices" not in self._lists:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self._captured:
                 return self._mask_mod
             self._build()
         self._notice_changes()
+        if self._new_lengths and self._tiles is not None and self._lengths[1] > self._tiles.geometry.kv_len:
+            self._give_up_tiles()  # mask_mod decides past the end of the keys: there, blocks are full no longer
         if self._tiles is None:
             tiles = from_block_mask(self)
             return replace(tiles, mask=None) if self._mask_mod is noop_mask else tiles
@@ -263,7 +299,7 @@ class BlockMask:
             sliced_mask_mod(None, None, None, None)
         tiles = self._tiles
         if self._new_lengths:
-            tiles = _cropped(tiles, *self._lengths)
+            tiles = cropped(tiles, *self._lengths)
         if self._new_mask:
             mask = None if self._mask_mod is noop_mask else trace_mask(self._mask_mod, tiles.device)
             tiles = replace(tiles, mask=mask, given=True)
@@ -279,29 +315,33 @@ class BlockMask:
     def _blocks(self) -> Blocks:
         """The blocks as the lists have them."""
         if self._tiles is None and "kv_indices" not in self._lists:
-            self.tile_map()
+            self._build()
         self._notice_changes()
-        if self._tiles is None:
-            lists = [self._lists[name] for name in FORWARD]
-            rows, columns = lists[1].shape[-2:]  # type: ignore[union-attr]  # kv_indices is never None
-            return Blocks(_runs(*lists[:2]), None if lists[2] is None else _runs(*lists[2:]), self._batch, rows, columns)
-        g, partial, full = self._tiles.geometry, trimmed(self._tiles.partial), trimmed(self._tiles.full)
-        if not self._separate:
-            together = from_stretches([(r.row_of_run(), r.start.long(), r.count.long()) for r in (partial, full)], g.rows)
-            return Blocks(together, None, (g.batch, g.heads), g.q_tiles, g.kv_tiles)
-        return Blocks(partial, full, (g.batch, g.heads), g.q_tiles, g.kv_tiles)
+        if self._tiles is not None:
+            return blocks_of_tiles(self._tiles, self._separate, *self._over_ends(self._tiles))
+        lists = [self._lists[name] for name in FORWARD]
+        partial, full = trimmed(runs_of(*lists[:2])), None if lists[2] is None else trimmed(runs_of(*lists[2:]))
+        rows, columns = lists[1].shape[-2:]  # type: ignore[union-attr]  # kv_indices is never None
+        return Blocks(partial, full, self._batch, rows, columns)
 
     def _derived(self, name: str) -> Tensor | None:
-        blocks = self._blocks()
-        runs = blocks.full if name.startswith("full_") else blocks.partial
-        if runs is None:
-            return None
-        rows, columns = blocks.rows, blocks.columns
+        if self._tiles is None and "kv_indices" not in self._lists:
+            self._build()
         if name in BACKWARD:
-            runs, rows, columns = runs.transpose(blocks.groups, columns), columns, rows
-        if name.endswith("num_blocks"):
-            return _counts(runs).view(*blocks.batch, rows).expand(*self._batch, rows)
-        return _indices(runs, columns).view(*blocks.batch, rows, columns).expand(*self._batch, rows, columns)
+            self._notice_changes()
+        if self._tiles is None:
+            found = list_of(name, self._blocks())
+        else:
+            found = list_of_tiles(name, self._tiles, self._separate, *self._over_ends(self._tiles))
+        return None if found is None else found.expand(*self._batch, *found.shape[len(self._batch) :]).contiguous()
+
+    def _over_ends(self, tiles: TileMap) -> tuple[Tensor, bool]:
+        """[query blocks] whose full blocks are partial because they reach past the end of the queries; and whether the last column's do past the keys'."""
+        g = tiles.geometry
+        if not self._of_function:
+            return torch.zeros(g.q_tiles, dtype=torch.bool, device=tiles.device), False
+        bottom = torch.arange(1, g.q_tiles + 1, device=tiles.device) * self.BLOCK_SIZE[0] > g.q_len if self._bottom is None else self._bottom
+        return bottom, g.kv_len % self.BLOCK_SIZE[1] != 0
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """The lengths, the lists, the block size and mask_mod in torch's order; `flatten` opens the pairs."""
@@ -325,39 +365,79 @@ class BlockMask:
         picks = [p.reshape(-1) if isinstance(p, Tensor) else p for p in picks] + [slice(None)] * (3 - len(picks))
         tiles = self.tile_map()
         g = tiles.geometry
-        batch = tuple([len(_chosen(p, n)) for p, n in zip(picks, self._batch, strict=False)])
+        batch = tuple([len(chosen(p, n)) for p, n in zip(picks, self._batch, strict=False)])
         picks = [slice(None) if n == 1 else p for p, n in zip(picks, (g.batch, g.heads), strict=False)] + picks[2:]
-        sliced = BlockMask.__new__(BlockMask)
-        sliced._start(self._lengths, self.BLOCK_SIZE, sliced_mask_mod, batch)
-        sliced._separate = self._separate
+        made = self._part(self._lengths, sliced_mask_mod, batch)
+        if self._of_function and self._tiles is not None:
+            made._of_function, made._bottom = True, self._over_ends(self._tiles)[0][chosen(picks[2], g.q_tiles)]
         if torch.compiler.is_compiling():
-            sliced._tiles, sliced._without_mask = _sliced(tiles, picks), True
+            made._tiles, made._without_mask = sliced(tiles, picks), True
         else:
-            sliced._tiles = tiles[tuple(picks)]
-        return sliced
+            made._tiles = tiles[tuple(picks)]
+        return made
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> "BlockMask":
         """The upper left corner of the mask, for other lengths."""
+        made = self._part((new_q_len, new_kv_len), self._mask_mod, self._batch)
         tiles = self.tile_map()
         if tiles.given or tiles.mask is None:
-            tiles = _cropped(tiles, new_q_len, new_kv_len)
+            made._tiles = cropped(tiles, new_q_len, new_kv_len)
         else:
-            tiles = from_call(tiles.mask, replace(tiles.geometry, q_len=new_q_len, kv_len=new_kv_len), tiles.name, tiles.device)
+            made._tiles = from_call(tiles.mask, replace(tiles.geometry, q_len=new_q_len, kv_len=new_kv_len), tiles.name, tiles.device)
+            made._of_function = self._of_function
+        made._without_mask = self._without_mask
+        return made
+
+    def _part(self, lengths: tuple[int, int], mask_mod: MaskFunction, batch: tuple[int, ...]) -> "BlockMask":
+        """A mask of some of the blocks, yet without them."""
+        if self.dq_kv_order is not None:
+            raise UnsupportedError("a BlockMask with a tensor dq_kv_order has no slices and no other lengths: make them from lists and orders")
         made = BlockMask.__new__(BlockMask)
-        made._start((new_q_len, new_kv_len), self.BLOCK_SIZE, self._mask_mod, self._batch)
-        made._separate, made._tiles, made._without_mask = self._separate, tiles, self._without_mask
+        made._start(lengths, self.BLOCK_SIZE, mask_mod, batch)
+        made._separate = self._separate if self._tiles is not None else self._lists.get("full_kv_num_blocks") is not None
+        made._wants_order, made.dq_kv_order_spt = self._wants_order or self._orders.get("q_indices") is not None, self.dq_kv_order_spt
+        if self._lists.get("q_indices", self) is None:
+            made._lists = dict.fromkeys(BACKWARD)
         return made
 
     def to(self, device: torch.device | str) -> "BlockMask":
         """The mask on another device. Tensors that mask_mod captures move in the mask, not in `mask_mod` itself."""
         self._notice_changes()
-        made = BlockMask.__new__(BlockMask)
-        made.__dict__.update(self.__dict__)
-        made._lists = {} if self._tiles is not None else {name: None if t is None else t.to(device) for name, t in self._lists.items()}
+        made = copy(self)
+        made._lists = {name: None if t is None else t.to(device) for name, t in self._lists.items() if t is None or self._tiles is None}
         made._versions = {}
         made._tiles = None if self._tiles is None else self._tiles.to(device)
+        made._bottom = None if self._bottom is None else self._bottom.to(device)
+        made._orders = {name: None if t is None else t.to(device) for name, t in self._orders.items()}
+        made.dq_kv_order = None if self.dq_kv_order is None else self.dq_kv_order.to(device)
         made._device = torch.device(device)
         return made
+
+    def __copy__(self) -> "BlockMask":
+        """Another mask with the same lists, as torch's: what is written into one is seen by both, what is assigned to one is its own."""
+        made = BlockMask.__new__(BlockMask)
+        made.__dict__.update(self.__dict__)
+        made._lists, made._versions, made._orders = dict(self._lists), dict(self._versions), dict(self._orders)
+        return made
+
+    # -- as a pytree -------------------------------------------------------------------------------------------------
+
+    def _flatten(self) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """The lists that there are, and the rest; for torch.utils._pytree.register_pytree_node. Tensors that mask_mod captures stay in it."""
+        leaves, context = self._flatten_with_keys()
+        return tuple([leaf for _, leaf in leaves]), context
+
+    def _flatten_with_keys(self) -> tuple[tuple[tuple[GetAttrKey, Tensor], ...], tuple[Any, ...]]:
+        found = [(name, getattr(self, name)) for name in self._TENSOR_ATTRS]
+        missing = tuple([name for name, leaf in found if leaf is None])
+        return tuple([(GetAttrKey(name), leaf) for name, leaf in found if leaf is not None]), (*[getattr(self, name) for name in self._CONTEXT_ATTRS], missing)
+
+    @classmethod
+    def _unflatten(cls, leaves: Any, context: tuple[Any, ...]) -> "BlockMask":
+        *values, missing = context
+        there = [name for name in cls._TENSOR_ATTRS if name not in missing]
+        fields: dict[str, Any] = dict.fromkeys(missing) | dict(zip((*there, *cls._CONTEXT_ATTRS), (*leaves, *values), strict=True))
+        return cls(**fields)
 
     # -- looking at it -----------------------------------------------------------------------------------------------
 
@@ -390,7 +470,7 @@ class BlockMask:
         computed = torch.zeros((blocks.groups * blocks.rows, blocks.columns), dtype=torch.int32, device=self.device)
         for runs in blocks.runs:
             computed[runs.cells()] = 1
-        return computed.view(*blocks.batch, blocks.rows, blocks.columns).expand(*self._batch, -1, -1)
+        return computed.view(*blocks.batch, blocks.rows, blocks.columns).expand(*self._batch, -1, -1).contiguous()
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """The mask in characters, for `limit` batch elements and heads: at most `grid_size` cells a side, or -1 for all blocks."""
@@ -406,7 +486,7 @@ class BlockMask:
                     "You can also index (BlockMask[batch, head]) to choose a specific batch or head",
                 ]
                 break
-            drawings.append(f"{place}\n" + "".join(line + "\n" for line in _drawn(blocks, place, *steps)))
+            drawings.append(f"{place}\n" + "".join(line + "\n" for line in drawn(blocks, place, *steps)))
         return "\n".join(drawings)
 
     def __str__(self) -> str:
@@ -433,110 +513,6 @@ class BlockMask:
         return "BlockMask(\n" + ",\n".join([f"    {name}={value}" for name, value in fields.items()]) + "\n)"
 
 
-def _check_lists(counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None) -> None:
-    if indices.dim() < 2:
-        raise MisuseError(f"BlockMask must have at least 2 dimensions, got kv_indices of shape {tuple(indices.shape)}")
-    if (full_counts is None) != (full_indices is None):
-        raise InputError("full_kv_num_blocks and full_kv_indices must be both provided or omitted")
-    for name, few, many in (("", counts, indices), ("full_", full_counts, full_indices)):
-        if few is not None and many is not None and few.shape != many.shape[:-1]:
-            raise InputError(f"{name}kv_num_blocks has shape {tuple(few.shape)}, {name}kv_indices {tuple(many.shape)}; the second has one dimension more")
-
-
-# -- runs and lists ----------------------------------------------------------------------------------------------------
-
-
-def _runs(counts: Tensor | None, indices: Tensor | None) -> Runs:
-    assert counts is not None and indices is not None
-    return trimmed(Runs(*torch.ops.tilewise.runs_of_blocks(counts, indices, indices.shape[-1])))
-
-
-def _counts(runs: Runs) -> Tensor:
-    """[rows] how many blocks each row has."""
-    return torch.zeros(runs.rows, dtype=torch.int32, device=runs.device).index_add_(0, runs.row_of_run(), runs.count)
-
-
-def _indices(runs: Runs, columns: int) -> Tensor:
-    """[rows, columns] the row's blocks in ascending order, then the others."""
-    outside = torch.ones((runs.rows, columns), dtype=torch.bool, device=runs.device)
-    outside[runs.cells()] = False
-    return torch.argsort(outside, dim=1, stable=True).int()
-
-
-def _restricted(offsets: Tensor, start: Tensor, count: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The given rows within the first columns, padded with zeros to a size that does not depend on the contents."""
-    picked = trimmed(Runs(offsets, start, count)).select(rows)
-    row, first = picked.row_of_run(), picked.start.long()
-    stop = (first + picked.count.long()).clamp(max=columns)
-    inside = first < stop
-    runs = from_stretches([(row[inside], first[inside], (stop - first)[inside])], len(rows))
-    padding = torch.zeros(_most_runs(len(rows), columns) - len(runs.start), dtype=torch.int32, device=start.device)
-    return runs.offsets, torch.cat([runs.start, padding]), torch.cat([runs.count, padding])
-
-
-def _most_runs(rows: int, columns: int) -> int:
-    return rows * ((columns + 1) // 2)
-
-
-_library = torch.library.Library("tilewise", "FRAGMENT")
-_library.define("restricted_runs(Tensor offsets, Tensor start, Tensor count, Tensor rows, SymInt columns) -> (Tensor, Tensor, Tensor)")
-_library.impl("restricted_runs", _restricted, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tilewise::restricted_runs", lib=_library)  # type: ignore[untyped-decorator]  # torch has no type for it
-def _restricted_sizes(offsets: Tensor, start: Tensor, count: Tensor, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    most = _most_runs(rows.shape[0], columns)
-    return offsets.new_empty((rows.shape[0] + 1,)), start.new_empty((most,)), count.new_empty((most,))
-
-
-def _restrict(tiles: TileMap, b: Tensor, h: Tensor, q: Tensor, geometry: Geometry) -> TileMap:
-    """The tiles of these batch elements, heads and query tiles, within the new geometry's keys, as bare tiles."""
-    g = tiles.geometry
-    rows = ((b[:, None, None] * g.heads + h[None, :, None]) * g.q_tiles + q[None, None, :]).flatten()
-    partial, full = (Runs(*torch.ops.tilewise.restricted_runs(r.offsets, r.start, r.count, rows, geometry.kv_tiles)) for r in (tiles.partial, tiles.full))
-    if not torch.compiler.is_compiling():
-        partial, full = trimmed(partial), trimmed(full)
-    return TileMap(geometry, partial, full, tiles.mask, tiles.name, given=True)
-
-
-def _cropped(tiles: TileMap, q_len: int, kv_len: int) -> TileMap:
-    """The same tiles under other lengths."""
-    g = tiles.geometry
-    geometry = replace(g, q_len=q_len, kv_len=kv_len)
-    if geometry.q_tiles > g.q_tiles:
-        raise InputError(f"a BlockMask with {g.q_tiles} query blocks of {g.tile[0]} cannot be used for {q_len} queries")
-    b, h, q = (torch.arange(n, device=tiles.device) for n in (g.batch, g.heads, geometry.q_tiles))
-    return _restrict(tiles, b, h, q, geometry)
-
-
-def _sliced(tiles: TileMap, picks: list[Any]) -> TileMap:
-    """tiles[picks] for torch.compile, where an index tensor's contents are unknown; the mask no longer fits the positions."""
-    g = tiles.geometry
-    b, h, q = (_chosen(p, n).to(tiles.device) for p, n in zip(picks, (g.batch, g.heads, g.q_tiles), strict=True))
-    geometry = replace(g, batch=len(b), heads=len(h), q_len=min(len(q) * g.tile[0], g.q_len))
-    return replace(_restrict(tiles, b, h, q, geometry), mask=None)
-
-
-def _chosen(pick: Any, size: int) -> Tensor:
-    if isinstance(pick, int):
-        pick = slice(pick, pick + 1 if pick != -1 else None)
-    return torch.arange(size, device=pick.device if isinstance(pick, Tensor) else None)[pick]
-
-
-def _drawn(blocks: Blocks, place: tuple[int, ...], row_step: int, column_step: int) -> Iterator[str]:
-    """The lines of a drawing: a cell is blank if none of its blocks are computed, black if all are."""
-    group = 0
-    for at, size in zip(place, blocks.batch, strict=True):
-        group = group * size + (at if size > 1 else 0)
-    edges = torch.tensor([*range(0, blocks.columns, column_step), blocks.columns])
-    heights = torch.tensor([min(row_step, blocks.rows - r) for r in range(0, blocks.rows, row_step)])
-    covered = torch.zeros((len(heights), len(edges) - 1), dtype=torch.int64)
-    for runs in blocks.runs:
-        rows = runs.select(torch.arange(group * blocks.rows, (group + 1) * blocks.rows, device=runs.device)).to("cpu")
-        start, stop = rows.start.long()[:, None], (rows.start + rows.count).long()[:, None]
-        overlap = (torch.minimum(stop, edges[1:]) - torch.maximum(start, edges[:-1])).clamp(min=0)
-        covered.index_add_(0, rows.row_of_run() // row_step, overlap)
-    whole = heights[:, None] * (edges[1:] - edges[:-1])
-    shades = (covered > 0).long() + (covered == whole).long()
-    for line in shades.tolist():
-        yield "".join(2 * SHADES[shade] for shade in line)
+def _versioned() -> AbstractContextManager[Any]:
+    """Where tensors count their changes in place, as inference tensors do not."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)

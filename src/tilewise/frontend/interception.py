@@ -82,6 +82,8 @@ def multi_head_attention(
     rare = (bias_k, bias_v, static_k, static_v)
     if need_weights or add_zero_attn or any([t is not None for t in rare]) or query.is_nested:
         return None
+    if is_causal and attn_mask is None:
+        return None  # an error, which torch tells: is_causal is a hint about the mask
     unbatched = query.dim() == 2
     if unbatched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
@@ -89,8 +91,8 @@ def multi_head_attention(
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else _thirds(in_proj_weight)
     projected = [functional.linear(t, w, b) for t, w, b in zip((query, key, value), weights, _thirds(in_proj_bias), strict=True) if w is not None]
     q, k, v = (t.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for t in projected)
-    mask = _merged(attn_mask, key_padding_mask, q)
-    causal = is_causal and attn_mask is None  # with a mask, is_causal is only a hint about what the mask already contains
+    causal = is_causal and key_padding_mask is None  # then torch goes by the hint, and does not look at the mask
+    mask = None if causal else _merged(attn_mask, key_padding_mask, q)
     out = sdpa(q, k, v, mask, dropout_p if training else 0.0, causal)
     out = functional.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     return (out.squeeze(1) if unbatched else out), None

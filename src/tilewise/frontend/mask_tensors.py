@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise import scores
 from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_key
+from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
 
@@ -41,7 +42,8 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
     contents = contents_key((whole,))
     if contents is None:
         return _look(mask, sizes)
-    return _readings.get(mask, whole, (contents, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, sizes))
+    with unrecorded():
+        return _readings.get(mask, whole, (contents, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, sizes))
 
 
 def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:

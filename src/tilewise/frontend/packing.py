@@ -100,13 +100,17 @@ def _check_sizes(functions: list[Any], packed: Packed) -> None:
 
 
 def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:
-    """Jagged nested tensors (batch, sequence, heads, D) ["bshd"] or (batch, heads, sequence, D) ["bhsd"], packed."""
+    """Nested tensors (batch, sequence, heads, D) ["bshd"] or (batch, heads, sequence, D) ["bhsd"], packed."""
     if layout not in ("bhsd", "bshd"):
         raise InputError(f"nested tensors take layout 'bhsd' or 'bshd', got {layout!r}")
     token_major: list[Any] = []  # Any: nested tensors have methods that Tensor's type does not declare
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
-            raise InputError(f"{name} must be a 4-D nested tensor with layout=torch.jagged, as the others are")
+        if not tensor.is_nested or tensor.layout != query.layout or tensor.dim() != 4:
+            found = f"{tensor.dim()}-D, {'nested' if tensor.is_nested else 'not nested'}, layout {tensor.layout}"
+            raise InputError(f"query, key and value must all be 4-D nested tensors with one layout (torch.jagged or torch.strided), got {name}: {found}")
+        if tensor.layout == torch.strided:
+            token_major.append(_jagged(tensor, name, layout))
+            continue
         ragged: Any = getattr(tensor, "_ragged_idx", None)
         if ragged is not None and ragged != layout.index("s"):
             other = "bshd" if layout == "bhsd" else "bhsd"
@@ -121,8 +125,19 @@ def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:
     return Packed(q.values(), k.values(), v.values(), q.offsets(), k.offsets())
 
 
-def nest(out: Tensor, packed: Packed, layout: str) -> Tensor:
+def _jagged(tensor: Tensor, name: str, layout: str) -> Tensor:
+    """A strided nested tensor as a jagged one, (batch, sequence, heads, D)."""
+    parts = [part.transpose(0, 1) if layout == "bhsd" else part for part in tensor.unbind()]
+    if len({tuple(part.shape[1:]) for part in parts}) != 1:
+        raise InputError(f"the sequences of {name} must have the same heads and head dims, got (sequence, heads, head dim) {[tuple(p.shape) for p in parts]}")
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def nest(out: Tensor, packed: Packed, layout: str, strided: bool) -> Tensor:
     """The packed (1, heads, tokens, D) output as a nested tensor in the layout the query came in."""
     tokens = out.squeeze(0).transpose(0, 1)
+    if strided:
+        parts = tokens.split((packed.q_offsets[1:] - packed.q_offsets[:-1]).tolist())
+        return torch.nested.as_nested_tensor([part.transpose(0, 1) if layout == "bhsd" else part for part in parts])
     nested = torch.nested.nested_tensor_from_jagged(tokens, packed.q_offsets)
     return nested.transpose(1, 2) if layout == "bhsd" else nested
