@@ -29,12 +29,13 @@ def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """What the contents of tensors are known by; None if their changes leave no trace (inference tensors have no version).
 
     Identity, and `_version`, which torch raises with every change in place, would do if nobody assigned to `.data`: that swaps a tensor's memory, shape,
-    strides or dtype behind both, so these are part of the key. What writes through a pointer of its own (numpy, DLPack) is not seen: docs/masks.md.
+    strides, dtype or its flag for "negated" behind both, so these are part of the key. What writes through a pointer of its own (numpy, DLPack) is not
+    seen: docs/masks.md.
     Ids get reused: caches that outlive the tensors check identity too (weak_cache.py).
     """
     if any([t.is_inference() for t in tensors]):
         return None
-    return tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+    return tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg()) for t in tensors])
 
 
 class _Kept(NamedTuple):

@@ -13,6 +13,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
 from tilewise.engines.torch_op import Once, as_laid_out, without_autocast
+from tilewise.memory import resolved
 
 NOTHING = torch.empty(0)
 
@@ -59,6 +60,7 @@ class _Attention(torch.autograd.Function):
         wanted = frozenset(k for k, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
         if grad_out is None:
             grad_out = torch.zeros_like(output.out)
+        grad_out, grad_lse = resolved(grad_out), None if grad_lse is None else resolved(grad_lse)
         with torch.no_grad(), without_autocast(problem.device):
             found = ctx.engine.backward(problem, ctx.plan, output, grad_out, grad_lse, wanted)
         gradients = [found.query, found.key, found.value, found.sinks, *(found.captures.get(k) for k in range(len(captures)))]

@@ -34,7 +34,7 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
     None if its contents must not be read: under torch.compile, or if it requires grad.
     """
     check(mask, sizes)
-    if torch.compiler.is_compiling() or mask.requires_grad or type(mask) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or mask.requires_grad or mask.is_meta or type(mask) not in (Tensor, torch.nn.Parameter):
         return None
     if mask.is_inference():  # inference tensors have no version counter, so changes in place go unnoticed: do not cache
         return _look(mask, sizes)
@@ -58,7 +58,7 @@ class _Readings:
 
     def get(self, mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
         whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
-        key = (id(whole), mask._version, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, sizes)
+        key = (id(whole), mask._version, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.is_neg(), sizes)
         with self._lock:
             found = self._kept.get(key)
             if found is not None and found[0]() is whole:
