@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, kv_heads_of, make_problem, to_bhsd
-from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_eager
+from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, transformed
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
@@ -124,6 +124,8 @@ def run_engine(engine: Engine, problem: Problem, plan: Plan) -> Output:
         raise BackendError(f"{engine.name} has no forward-mode derivative (jvp); torch's SDPA has one with SDPBackend.MATH")
     if is_plain(problem.tensors) and not problem.query.is_meta:
         return run_eager(engine, problem, plan)
+    if not torch.compiler.is_compiling() and are_active():
+        return transformed(engine, problem)
     return Output(*torch.ops.tilewise.attention(*arguments(engine.name, problem)))
 
 

@@ -7,6 +7,8 @@ schedule is made of them. The torch operator's dispatch resolves its arguments b
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.nn import Parameter
 
 from tilewise.errors import InputError
 
@@ -20,6 +22,13 @@ def resolved(tensor: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not is_lazy(tensor):
         return tensor
     return tensor.resolve_neg().clone()
+
+
+def can_be_looked_at(tensor: Tensor) -> bool:
+    """Whether the contents of a tensor are known now: not while torch.compile traces, inside torch.func's transforms, or of fake and meta tensors."""
+    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
+        return False
+    return type(tensor) in (Tensor, Parameter) and not tensor.is_meta
 
 
 def check_dense(tensor: Tensor, name: str) -> None:

@@ -143,7 +143,8 @@ def sloped(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
 
 def gained(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
     """Two tensors of different dtypes, unless both have the problem's; slopes are products of both."""
-    gain, power = draw.learned(draw.case.heads, dtype=dtype), draw.learned(draw.case.kv[2], dtype=None if dtype is None else DTYPES[DTYPES.index(dtype) - 1])
+    other = None if dtype is None else DTYPES[DTYPES.index(dtype) - 1]
+    gain, power = draw.learned(draw.case.heads, dtype=dtype, size=0.5), draw.learned(draw.case.kv[2], dtype=other, size=0.5)
     return lambda s, b, h, q, kv: s * gain[h] * power[kv]
 
 

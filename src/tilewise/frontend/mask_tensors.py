@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise import scores
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
+from tilewise.memory import can_be_looked_at
 
 FORBIDS = -9984.0  # added to a score, this or less makes exp() 0: clients write "do not attend" as -10000, which bfloat16 rounds to -9984
 REMEMBERED = 64
@@ -34,7 +35,7 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
     None if its contents must not be read: under torch.compile, or if it requires grad.
     """
     check(mask, sizes)
-    if torch.compiler.is_compiling() or mask.requires_grad or mask.is_meta or type(mask) not in (Tensor, torch.nn.Parameter):
+    if mask.requires_grad or not can_be_looked_at(mask):
         return None
     if mask.is_inference():  # inference tensors have no version counter, so changes in place go unnoticed: do not cache
         return _look(mask, sizes)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.masks import Grid, Mask, broadcast_load
-from tilewise.memory import check_dense
+from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call
@@ -94,7 +94,7 @@ def _read_tensor(mask: Tensor, extent: Extent) -> MaskReading:
 
 def _allowed_by_additive(mask: Tensor) -> BoundProgram | None:
     """The boolean mask of an additive one: tiles that are all -inf can be skipped."""
-    if torch.compiler.is_compiling() or mask.requires_grad or mask.is_meta:
+    if mask.requires_grad or not can_be_looked_at(mask):
         return None
     allowed = mask.detach() != float("-inf")
     return trace_mask(broadcast_load(allowed)) if not bool(allowed.all()) else None
