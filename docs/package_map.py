@@ -17,6 +17,7 @@ BEGIN, END = "<!-- packages: drawn by docs/package_map.py -->", "<!-- end of pac
 LAYERS = {
     "errors": "what is raised",
     "_version": "the version",
+    "memory": "what a tensor's memory holds",
     "lang": "programs: tracing, types, intervals, derivatives; one entry per operation",
     "named": "what masks and scores share: sizes they are made for, copies, pickles",
     "masks": "the masks users combine",

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, kv_heads_of, make_problem, to_bhsd
 from tilewise.core.recording import unrecorded
-from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_eager
+from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, transformed
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
@@ -86,6 +86,8 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
 
     A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
     """
+    if options.scale is not None and type(options.scale) is not float:  # it is part of the key
+        options = options._replace(scale=check_scale(options.scale))
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
     call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
     cached = call_cache.find(call_key)
@@ -122,8 +124,10 @@ def run_engine(engine: Engine, problem: Problem, plan: Plan) -> Output:
         return engine.forward(problem, plan)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in problem.tensors):
         raise BackendError(f"{engine.name} has no forward-mode derivative (jvp); torch's SDPA has one with SDPBackend.MATH")
-    if is_plain(problem.tensors):
+    if is_plain(problem.tensors) and not problem.query.is_meta:
         return run_eager(engine, problem, plan)
+    if not torch.compiler.is_compiling() and are_active():
+        return transformed(engine, problem)
     return Output(*torch.ops.tilewise.attention(*arguments(engine.name, problem)))
 
 

@@ -15,6 +15,7 @@ from tilewise.frontend import mask_tensors
 from tilewise.frontend.dispatch import attention_backend, requested_backend, takes_dense_mask
 from tilewise.frontend.interception import Interception
 from tilewise.masks import causal, causal_lower_right
+from tilewise.memory import check_dense
 
 # torch's kernels by what they are to a user; cuDNN and the memory-efficient kernel are reached through torch itself.
 BACKEND_OF = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "native", SDPBackend.CUDNN_ATTENTION: "native"}
@@ -94,6 +95,7 @@ def _mask(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Any:
         return causal_lower_right(query.shape[-2], key.shape[-2]) if lower_right else causal
     if not isinstance(mask, Tensor):
         return mask
+    check_dense(mask, "attn_mask")
     whole = mask.reshape((1,) * (max(4, query.dim()) - mask.dim()) + mask.shape)
     if whole.dim() == 4:
         return whole

@@ -225,7 +225,7 @@ def test_a_score_whose_tensor_moves_to_the_query_is_not_remembered(monkeypatch: 
     bias, x = torch.randn(2), tensors()
     wanted = attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h])
     call_cache.forget()
-    monkeypatch.setattr(problem, "_on_device", moved)
+    monkeypatch.setattr(problem, "_in_memory", moved)
     assert torch.equal(attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h]), wanted)
 
 

@@ -519,7 +519,7 @@ def test_row_17_other_arguments() -> None:
         "layout must be one of bhsd, bshd, hbsd, sbhd, got 'bdhs'": lambda: tw.attention(q, q, q, layout="bdhs"),
         "heads= is for 3-D tensors": lambda: tw.attention(q, q, q, heads=2),
         "16 features, which 3 heads do not divide": lambda: tw.attention(flat, flat, flat, heads=3),
-        "scale must be a number, got a tensor; a learned scale is a score": lambda: tw.attention(q, q, q, scale=torch.tensor(0.5)),
+        "scale must be a number, got a tensor that is learned": lambda: tw.attention(q, q, q, scale=torch.tensor(0.5, requires_grad=True)),
         "dropout_p must be from 0 to 1, got 1.5": lambda: tw.attention(q, q, q, dropout_p=1.5),
         r"seed must be from 0 to 2\*\*63 - 1, got -1": lambda: tw.attention(q, q, q, dropout_p=0.5, seed=-1),
         "seed must be an int or a tensor with one int64": lambda: tw.attention(q, q, q, dropout_p=0.5, seed=torch.zeros(2)),

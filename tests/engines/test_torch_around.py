@@ -372,7 +372,7 @@ def test_opcheck(name: str, engine: str) -> None:
         torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (*detached, out, lse, highest, torch.randn_like(out), grad_lse, wanted))
 
 
-# -- function transforms: none works, none is silently wrong ---------------------------------------------------------
+# -- derivatives that there are not: none is silently wrong (test_transforms.py has those of torch.func) --------------------
 
 
 @pytest.mark.parametrize("engine", ["blocked", "cpp", "reference"])
@@ -396,14 +396,6 @@ def test_forward_mode_is_an_error() -> None:
     with torch.autograd.forward_ad.dual_level(), pytest.raises(tw.BackendError, match="forward-mode"):
         table = torch.autograd.forward_ad.make_dual(TABLE.detach(), torch.ones_like(TABLE))
         tw.attention(q, k, v, score=lambda s, b, h, i, j: s + table[h, i], backend="blocked")
-
-
-def test_torch_func_is_an_error() -> None:
-    q, k, v = (t.detach() for t in tensors())
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda q: tw.attention(q, k, v, backend="blocked").sum())(q)
-    with pytest.raises(RuntimeError, match=r"Batching rule not implemented for tilewise::attention"):
-        torch.func.vmap(lambda q: tw.attention(q, k, v, backend="blocked"))(q[None])
 
 
 # -- TF32 --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import torch
 
 import tilewise as tw
 from tests.support.cases import Case, make
-from tests.support.structures import LARGE, by_the_rule, check_problems, drawn_problems, drawn_structure
+from tests.support.changing import CHANGES, check_changes
+from tests.support.structures import LARGE, by_the_rule, check_problems, drawn, drawn_problems, drawn_structure
 
 HALF = (torch.float16, torch.bfloat16)
 ENGINES = {"triton": (*HALF, torch.float32), "gluon": HALF}
@@ -31,6 +32,12 @@ def test_engine_keeps_the_error_rule(engine: str, number: int) -> None:
         pytest.skip(f"rows see so few keys that errors are luck: {structure}")
     print(f"repeat with {VARIABLE}={FIRST // STRUCTURES} pytest tests/gpu/test_properties.py -k '{engine}-{number}'; {len(cases)} problems of {structure}")
     check_problems(structure, [case for case in cases if serves(engine, case, structure.dtype)], by_the_rule(structure, engine, "cuda"))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("dtype", ENGINES["triton"])
+def test_captures_that_change_between_calls(seed: int, dtype: torch.dtype) -> None:
+    check_changes(drawn(CHANGES, FIRST + seed), "triton", "cuda", dtype)
 
 
 def serves(engine: str, case: Case, dtype: torch.dtype) -> bool:

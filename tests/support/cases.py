@@ -75,17 +75,18 @@ class Case:
 
 
 class Draw:
-    """Random numbers of one case: rounded to `stored`, then computed with in `computed`."""
+    """Random numbers of one case: rounded to `stored`, then computed with in `computed`. Where that is float64, for the truth, captures that have dtypes
+    of their own are float64 too, unless the draw is `typed`."""
 
-    def __init__(self, case: Case, stored: torch.dtype, computed: torch.dtype, device: str, seed: int = 0) -> None:
-        self.case, self.stored, self.computed, self.device = case, stored, computed, device
+    def __init__(self, case: Case, stored: torch.dtype, computed: torch.dtype, device: str, seed: int = 0, typed: bool = False) -> None:
+        self.case, self.stored, self.computed, self.device, self.typed = case, stored, computed, device, typed
         self.generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + seed)
         self.leaves: dict[str, Tensor] = {}
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """`dtype` where it is not the case's own."""
         stored = self.stored if dtype is None else dtype
-        computed = self.computed if dtype is None or self.computed == torch.float64 else dtype
+        computed = self.computed if dtype is None or (self.computed == torch.float64 and not self.typed) else dtype
         return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu").to(stored).to(computed).to(self.device)
 
     def learned(self, *shape: int, dtype: torch.dtype | None = None, size: float = 1.0) -> Tensor:
@@ -174,8 +175,8 @@ class Inputs:
         return options | {"mask": self.masking.given, "score": self.scores or None, "enable_gqa": case.kv[1] != case.heads, "return_lse": case.returns_lse}
 
 
-def make(case: Case, stored: torch.dtype, computed: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
-    draw = Draw(case, stored, computed, device, seed)
+def make(case: Case, stored: torch.dtype, computed: torch.dtype, device: str = "cpu", seed: int = 0, typed: bool = False) -> Inputs:
+    draw = Draw(case, stored, computed, device, seed, typed)
     view = STRIDES[case.strides]
     kv_batch, kv_heads, kv_len = case.kv
     tensors: list[Tensor] = []

@@ -111,46 +111,74 @@ MASKS = st.recursive(ATOMS, combined, max_leaves=4)
 
 # -- scores ----------------------------------------------------------------------------------------------------------
 
+# What a step captures has the problem's dtype (None), or one of its own: then torch's promotion decides what the step is computed in.
+Dtype = torch.dtype | None
+DTYPES: tuple[Dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-def by_head(draw: Draw) -> Callable[..., Any]:
-    gain = draw.learned(draw.case.batch, draw.case.heads)
+
+def by_head(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    gain = draw.learned(draw.case.batch, draw.case.heads, dtype=dtype)
     return lambda s, b, h, q, kv: s * (1.0 + 0.25 * gain[b, h])
 
 
-def by_query(draw: Draw) -> Callable[..., Any]:
-    bias = draw.learned(draw.case.heads, draw.case.q_len)
+def by_query(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    bias = draw.learned(draw.case.heads, draw.case.q_len, dtype=dtype)
     return lambda s, b, h, q, kv: s + bias[h, q] * torch.tanh(s)
 
 
-def by_key(draw: Draw) -> Callable[..., Any]:
-    bias = draw.learned(draw.case.kv[2])
+def by_key(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    bias = draw.learned(draw.case.kv[2], dtype=dtype)
     return lambda s, b, h, q, kv: s + bias[kv] - bias[-1 - kv]
 
 
-def relative(draw: Draw) -> Callable[..., Any]:
-    bias = draw.learned(13)
+def relative(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    bias = draw.learned(13, dtype=dtype)
     return lambda s, b, h, q, kv: s + bias[(q - kv) % 13]
 
 
-def wave(draw: Draw) -> Callable[..., Any]:
-    return lambda s, b, h, q, kv: torch.where((q + kv) % 2 == 0, s, torch.sin(s) + 0.01 * (q - kv))
-
-
-def forbidding(draw: Draw) -> Callable[..., Any]:
-    """Comes last: the sine of -inf is NaN, and gradients of NaN scores are nobody's business."""
-    return lambda s, b, h, q, kv: torch.where((q * 3 + kv) % 5 == 0, -float("inf"), s)
-
-
-def capped(draw: Draw) -> Callable[..., Any]:
-    return lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0)
-
-
-def sloped(draw: Draw) -> Callable[..., Any]:
-    slopes = draw.learned(draw.case.heads)
+def sloped(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    slopes = draw.learned(draw.case.heads, dtype=dtype)
     return lambda s, b, h, q, kv: s + slopes[h] * ((kv - q) / 64)
 
 
+def gained(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    """Two tensors of different dtypes, unless both have the problem's; slopes are products of both."""
+    other = None if dtype is None else DTYPES[DTYPES.index(dtype) - 1]
+    gain, power = draw.learned(draw.case.heads, dtype=dtype, size=0.5), draw.learned(draw.case.kv[2], dtype=other, size=0.5)
+    return lambda s, b, h, q, kv: s * gain[h] * power[kv]
+
+
+def wave(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    return lambda s, b, h, q, kv: torch.where((q + kv) % 2 == 0, s, torch.sin(s) + 0.01 * (q - kv))
+
+
+def forbidding(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    return lambda s, b, h, q, kv: torch.where((q * 3 + kv) % 5 == 0, -float("inf"), s)
+
+
+def capped(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    return lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0)
+
+
+def step(f: Callable[..., Any], dtype: Dtype = None) -> Part:
+    return Part(f.__name__ if dtype is None else f"{f.__name__} by {str(dtype).removeprefix('torch.')}", lambda draw: f(draw, dtype))
+
+
+FORBIDDING = step(forbidding)
+
+
+def forbidding_last(steps: list[Part]) -> list[Part]:
+    """The sine of -inf is NaN, and gradients of NaN scores are nobody's business."""
+    return sorted(steps, key=lambda part: part is FORBIDDING)
+
+
+def steps_of(*learning: Callable[..., Any], fixed: list[Part]) -> st.SearchStrategy[Part]:
+    """A step that captures tensors of the problem's dtype or of others, or one that captures none."""
+    typed = [step(f, dtype) for f in learning for dtype in DTYPES]
+    return st.sampled_from([*[step(f) for f in learning], *fixed]) | st.sampled_from(typed)
+
+
 # What a score may see inside packed sequences is the distance and the head: absolute positions and b mean something else there.
-BY_DISTANCE = [Part(f.__name__, f) for f in (relative, capped, sloped)]
-STEPS = [*[Part(f.__name__, f) for f in (by_head, by_query, by_key, wave, forbidding)], *BY_DISTANCE]
-SCORES = st.lists(st.sampled_from(STEPS), max_size=2).map(lambda steps: sorted(steps, key=lambda step: step.build is forbidding))
+BY_DISTANCE = steps_of(relative, sloped, fixed=[step(capped)])
+STEPS = steps_of(relative, sloped, by_head, by_query, by_key, gained, fixed=[step(capped), step(wave), FORBIDDING])
+SCORES = st.lists(STEPS, max_size=2).map(forbidding_last)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.errors import InputError
 from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, broadcast_load, causal
+from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named
 from tilewise.scores import ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
@@ -156,7 +157,7 @@ def make_problem(
 ) -> tuple[Problem, str]:
     """The problem of (batch, heads, sequence, head dim) tensors, and its mask's name."""
     check_tensors(query, key, value, options.enable_gqa)
-    query, key, value = autocast(query, key, value)
+    query, key, value = [resolved(t) for t in autocast(query, key, value)]
     key, value = broadcast_batch(query, key, value)
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
@@ -178,9 +179,9 @@ def make_problem(
         query=query,
         key=key,
         value=value,
-        mask=_on_device(call, query.device),
+        mask=_in_memory(call, query.device),
         tiles=_same_device(reading.tiles, query.device),
-        score=_on_device(program, query.device),
+        score=_in_memory(program, query.device),
         sinks=check_sinks(sinks, query),
         scale=1.0 / math.sqrt(query.shape[3]) if options.scale is None else check_scale(options.scale),
         dropout_p=check_dropout(options.dropout_p),
@@ -235,6 +236,8 @@ def kv_heads_of(query: Tensor, key: Tensor, heads: int | None) -> int | None:
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     named = (("query", query), ("key", key), ("value", value))
+    for name, tensor in named:
+        check_dense(tensor, name)
     if len({t.device for _, t in named}) > 1:
         raise InputError("query, key and value must be on one device, got " + ", ".join([f"{n} on {t.device}" for n, t in named]))
     if len({t.dtype for _, t in named}) > 1 and not _autocast_dtype(query):
@@ -305,11 +308,13 @@ def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, na
     return trace_mask(lambda b, h, q, kv: allowed(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
 
 
-def _on_device(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:
-    """Captured tensors follow the query to its device; those of no dimensions may stay."""
-    if call is None or all([t.device == device for t in call.captures]):
+def _in_memory(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:
+    """Captured tensors follow the query to its device, and are resolved there."""
+    if call is None or not call.captures:
         return call
-    return BoundProgram(call.program, tuple([t.to(device) for t in call.captures]), call.ints, call.floats)
+    captures = tuple([moved(t, device, "a tensor that a mask or score captures") for t in call.captures])
+    same = all([t is original for t, original in zip(captures, call.captures, strict=True)])
+    return call if same else call.with_captures(captures)
 
 
 def _same_device(tiles: TileMap | None, device: torch.device) -> TileMap | None:
@@ -333,14 +338,23 @@ def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:
         raise InputError(f"at most one scores.sinks can be given, got {len(sinks)}")
     if sinks[0].shape != (query.shape[1],):
         raise InputError(f"sinks must have one logit per query head: {query.shape[1]}, got shape {tuple(sinks[0].shape)}")
-    return sinks[0].to(query.device)
+    check_dense(sinks[0], "sinks")
+    return moved(sinks[0], query.device, "sinks")
 
 
 def check_scale(scale: Any) -> float:
-    if isinstance(scale, Tensor):  # its gradient would be lost
-        raise InputError("scale must be a number, got a tensor; a learned scale is a score: score=lambda s, b, h, q, kv: s * scale")
-    number: float = scale
-    return number
+    """A number of whatever library; torch's symbols pass as they are."""
+    if isinstance(scale, (float, torch.SymFloat, torch.SymInt)):
+        symbol: Any = scale
+        return float(scale) if isinstance(scale, float) else symbol
+    if isinstance(scale, Tensor) and (scale.requires_grad or torch.compiler.is_compiling()):  # its gradient would be lost, or its value is not known yet
+        raise InputError("scale must be a number, got a tensor that is learned or compiled; such a scale is a score: score=lambda s, b, h, q, kv: s * scale")
+    if isinstance(scale, (str, bytes)) or getattr(scale, "shape", ()) != ():
+        raise InputError(f"scale must be a number (or an array or tensor of no dimensions), got {scale!r}")
+    try:
+        return float(scale)
+    except (TypeError, ValueError, RuntimeError):  # the last: a tensor without contents
+        raise InputError(f"scale must be a number, got {type(scale).__name__} {scale!r}") from None
 
 
 def check_dropout(p: float) -> float:
@@ -361,7 +375,7 @@ def seed_tensor(seed: int | Tensor | None, dropout_p: float, device: torch.devic
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
             raise InputError(f"seed must be an int or a tensor with one int64, got {seed.dtype} of shape {tuple(seed.shape)}")
-        return seed.reshape(())
+        return resolved(seed.reshape(()))
     if not 0 <= seed < 2**63:
         raise InputError(f"seed must be from 0 to 2**63 - 1, got {seed}")
     return torch.full((), seed, dtype=torch.int64, device=device)

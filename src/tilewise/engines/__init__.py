@@ -5,5 +5,6 @@ from tilewise.engines.autograd import run_eager
 from tilewise.engines.base import Engine, Request, is_plain
 from tilewise.engines.registry import ENGINES, engine_named
 from tilewise.engines.torch_op import arguments
+from tilewise.engines.transforms import are_active, transformed
 
-__all__ = ["ENGINES", "Engine", "Gradients", "Output", "Request", "arguments", "engine_named", "is_plain", "run_eager"]
+__all__ = ["ENGINES", "Engine", "Gradients", "Output", "Request", "are_active", "arguments", "engine_named", "is_plain", "run_eager", "transformed"]

@@ -1,6 +1,7 @@
 """Eager mode: plain tensors reach the engine through one autograd function, for a fraction of the host time of the torch operator.
 
-Everything that needs the operator (torch_op.py) goes through it: torch.compile, fake tensors, tensor subclasses, torch.func transforms.
+Everything that needs the operator (torch_op.py) goes through it: torch.compile, fake tensors, tensor subclasses; torch.func's transforms have functions of
+their own (transforms.py).
 """
 
 from typing import Any
@@ -12,7 +13,9 @@ from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
-from tilewise.engines.torch_op import Once, as_laid_out, without_autocast
+from tilewise.engines.torch_op import arguments, as_laid_out, without_autocast
+from tilewise.engines.transforms import are_active, differentiated, is_batched
+from tilewise.memory import resolved
 
 NOTHING = torch.empty(0)
 
@@ -59,12 +62,10 @@ class _Attention(torch.autograd.Function):
         wanted = frozenset(k for k, needed in enumerate(ctx.needs_input_grad[7:]) if needed)
         if grad_out is None:
             grad_out = torch.zeros_like(output.out)
-        with torch.no_grad(), without_autocast(problem.device):
-            found = ctx.engine.backward(problem, ctx.plan, output, grad_out, grad_lse, wanted)
-        gradients = [found.query, found.key, found.value, found.sinks, *(found.captures.get(k) for k in range(len(captures)))]
-        if torch.is_grad_enabled():
-            there = [k for k, g in enumerate(gradients) if g is not None]
-            marked = Once.apply([gradients[k] for k in there], *differentiable, grad_out, grad_lse)
-            for k, g in zip(there, marked, strict=True):
-                gradients[k] = g
-        return (None, None, None, *gradients)
+        if torch.is_grad_enabled() or is_batched(grad_out) or is_batched(grad_lse) or are_active():  # more than a first derivative
+            found = differentiated(arguments(ctx.engine.name, problem), output, grad_out, grad_lse, sorted(wanted))
+        else:
+            grad_out, grad_lse = resolved(grad_out), None if grad_lse is None else resolved(grad_lse)
+            with without_autocast(problem.device):
+                found = ctx.engine.backward(problem, ctx.plan, output, grad_out, grad_lse, wanted)
+        return (None, None, None, found.query, found.key, found.value, found.sinks, *(found.captures.get(k) for k in range(len(captures))))

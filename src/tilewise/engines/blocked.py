@@ -292,9 +292,9 @@ class _Backward:
         assert self.derivative is not None and attended is not None
         values = interpret(self.derivative.program, call, indices | {"score": raw})
         for site in self.derivative.sites:
-            d_load = torch.where(attended, ds * values[site.gradient], 0.0)  # [B, H, M, N]
+            d_load = torch.where(attended, (ds * values[site.gradient]).to(ds.dtype), 0.0)  # [B, H, M, N]
             _scatter_add(self.d_captures[site.slot], tuple(values[k] for k in site.indices), d_load)
-        return torch.where(attended, ds * values[0], 0.0)
+        return torch.where(attended, (ds * values[0]).to(ds.dtype), 0.0)  # the slope of a score with float64 captures is float64
 
 
 def _scatter_add(into: Tensor, indices: tuple[object, ...], gradient: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +14,10 @@ from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, scalar_seed
 from tilewise.engines.dropout import dropout_keep, keep_scale
 from tilewise.engines.masked_matmul import masked_matmul
-from tilewise.lang import BoundProgram, CaptureSpec, evaluate
-from tilewise.lang.program import Tape, finish
-from tilewise.lang.types import NAME_OF
+from tilewise.lang import BoundProgram, evaluate, interpret
+from tilewise.lang.interpret import load
+from tilewise.lang.ops import OPS
+from tilewise.lang.types import DTYPE_OF
 from tilewise.tiles import FULL, PARTIAL, TileMap
 
 
@@ -68,11 +70,48 @@ def apply_score(score: BoundProgram, scores: Tensor, at: dict[str, Tensor], perm
     Evaluated for autograd at attended positions only: elsewhere the derivative may be Inf or NaN, and 0 times that is NaN.
     """
     with torch.no_grad():
-        everywhere = torch.as_tensor(evaluate(score, at | {"score": scores})).to(scores).expand_as(scores)
+        everywhere = torch.as_tensor(evaluate(_stored(score), at | {"score": scores})).to(scores).expand_as(scores)
         attended = (everywhere > -torch.inf) | everywhere.isnan()
         place = (attended if permitted is None else attended & permitted).nonzero(as_tuple=True)
-    found = torch.as_tensor(evaluate(score, dict(zip(at, place, strict=True)) | {"score": scores[place]}))
+    found = evaluate_for_gradients(score, dict(zip(at, place, strict=True)) | {"score": scores[place]})
     return torch.full_like(scores, -torch.inf).index_put(place, found.to(scores).expand(len(place[0])))
+
+
+def _stored(score: BoundProgram) -> BoundProgram:
+    """The score with its captures in the types that its program loads."""
+    return score.with_captures(tuple([t.to(DTYPE_OF[spec.dtype]) for t, spec in zip(score.captures, score.program.captures, strict=True)]))
+
+
+class _Valued(torch.autograd.Function):
+    """A value in the type of another, to which its gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, value: Tensor) -> Tensor:
+        return value.to(wide.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def evaluate_for_gradients(score: BoundProgram, inputs: dict[str, Tensor]) -> Tensor:
+    """What `evaluate` gives, each step rounded as torch rounds it; but gradients pass from step to step in the scores' type at least, and to captures in
+    that of `score.captures`. Left to itself, autograd would round each of them to the type of its step."""
+    program, inner = score.program, inputs["score"].dtype
+    with torch.no_grad():
+        exact = interpret(replace(program, results=tuple(range(len(program.instructions)))), _stored(score), inputs)
+    values: list[Any] = []
+    for (op, args, attr, type), value in zip(program.instructions, exact, strict=True):
+        if isinstance(value, Tensor) and type.is_float:
+            if op == "score":
+                found = inputs["score"]
+            elif op == "load":
+                found = load(score.captures[int(attr)], tuple(exact[a] for a in args))
+            else:
+                found = torch.as_tensor(values[args[0]]) if op == "cast" else OPS[op].meaning(*(values[a] for a in args))
+            value = _Valued.apply(found.to(torch.promote_types(value.dtype, inner)), value)
+        values.append(value)
+    return torch.as_tensor(values[program.results[0]])
 
 
 class _MaskedMatmul(torch.autograd.Function):
@@ -131,20 +170,6 @@ def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Outpu
     return Output(out, lse, max_score.squeeze(-1))
 
 
-def widened(call: BoundProgram) -> BoundProgram:
-    """The same program with float64 captures, rounded back after each load: values are the same, but gradients accumulate in float64."""
-    captures = tuple(t.double() if t.is_floating_point() else t for t in call.captures)
-    specs = tuple(CaptureSpec(NAME_OF[t.dtype], t.dim()) for t in captures)
-    tape, place = Tape(), list[int]()
-    for op, args, attr, type in call.program.instructions:
-        at = tuple(place[a] for a in args)
-        if op == "load" and specs[int(attr)].dtype != type.dtype:
-            place.append(tape.put("cast", (tape.load(int(attr), specs[int(attr)].dtype, at),), type.dtype, type))
-        else:
-            place.append(tape.put(op, at, attr, type))
-    return BoundProgram(finish(tape, tuple(place[k] for k in call.program.results), specs), captures, call.ints, call.floats)
-
-
 @contextmanager
 def recorded() -> Iterator[None]:
     """Enables autograd even inside an operator that torch runs below the autograd key, as it does under a TorchDispatchMode."""
@@ -168,14 +193,14 @@ class ReferenceEngine(Engine):
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         """Autograd through the dense computation."""
-        from dataclasses import replace
-
         with recorded():
             leaves = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
             sinks = None if problem.sinks is None else problem.sinks.detach().requires_grad_()
-            score = None if problem.score is None else widened(problem.score)
-            captures = () if score is None else tuple(t.detach().requires_grad_(k in wanted) for k, t in enumerate(score.captures))
-            score = None if score is None else replace(score, captures=captures)
+            score, captures = problem.score, ()
+            if score is not None:  # gradients accumulate in float64
+                wide = [t.detach().double() if t.is_floating_point() else t for t in score.captures]
+                captures = tuple([t.requires_grad_(k in wanted) for k, t in enumerate(wide)])
+                score = score.with_captures(captures)
             again = replace(problem, query=leaves[0], key=leaves[1], value=leaves[2], sinks=sinks, score=score)
             out, lse, _ = dense_attention(again)
             roots, seeds = [out], [grad_out.to(out.dtype)]

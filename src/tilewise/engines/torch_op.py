@@ -26,6 +26,7 @@ ARGUMENTS = (
 COUNT = ARGUMENTS.count(",") + 1
 SCORE_CAPTURES = 11  # position among the arguments
 SINKS = 14
+NOT_TWICE = "attention cannot be differentiated twice: its backward has no derivative of its own; torch's SDPA has one with SDPBackend.MATH"
 
 library = torch.library.Library("tilewise", "FRAGMENT")
 library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
@@ -159,28 +160,12 @@ def _saved(ctx: Any) -> tuple[list[Any], tuple[Tensor, ...]]:
     return inputs, output
 
 
-class Once(torch.autograd.Function):
-    """Gradients under create_graph: they can be used, but differentiating them again raises instead of silently giving 0."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *sources: Any) -> tuple[Tensor, ...]:
-        return tuple(gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise BackendError("attention cannot be differentiated twice: its backward has no derivative of its own; torch's SDPA has one with SDPBackend.MATH")
-
-
 def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
     inputs, output = _saved(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(output[0])
     wanted = [k for k, needed in enumerate(ctx.needs_input_grad[SCORE_CAPTURES]) if needed]
-    with torch.no_grad():
-        query, key, value, sinks, captures = torch.ops.tilewise.attention_backward(*inputs, *output, grad_out, grad_lse, wanted)
-    if torch.is_grad_enabled():
-        sources = [*inputs[1:4], *inputs[SCORE_CAPTURES], inputs[SINKS], grad_out, grad_lse]
-        query, key, value, sinks, *captures = Once.apply([query, key, value, sinks, *captures], *sources)
+    query, key, value, sinks, captures = torch.ops.tilewise.attention_backward(*inputs, *output, grad_out, grad_lse, wanted)
     found: list[Any] = [None] * COUNT
     found[1:4] = query, key, value
     found[SCORE_CAPTURES] = [captures[wanted.index(k)] if k in wanted else None for k in range(len(inputs[SCORE_CAPTURES]))]
@@ -191,4 +176,10 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_
     return tuple(found)
 
 
+def _not_twice(ctx: Any, *gradients: Any) -> Any:
+    """Gradients under create_graph can be used, but differentiating them again raises instead of silently giving 0."""
+    raise BackendError(NOT_TWICE)
+
+
 torch.library.register_autograd("tilewise::attention", _gradients, setup_context=_save, lib=library)
+torch.library.register_autograd("tilewise::attention_backward", _not_twice, lib=library)

@@ -3,9 +3,9 @@
 Everything that the checks, the tracing and the choice of an engine depend on: shapes, strides, dtypes, alignment, options, torch's switches,
 whether gradients are wanted, and the mask and score functions. A function is known by its code and by what its closure, defaults and
 globals hold: numbers by value, tensors by identity, address, shape, strides, dtype and requires_grad. What cannot be known that way (an object
-with attributes, a list, a module, a name that is not known to be safe, a function that computes with tensors while it is traced) has no
-key, and such a call is traced and planned every time. What tensors *contain* is no part of it: maps made from that have a key of their own
-(core/map_cache.py).
+with attributes, a list, a module, a name that is not known to be safe, a function that computes with tensors while it is traced, a tensor whose
+memory does not hold its values: memory.py) has no key, and such a call is traced and planned every time. What tensors *contain* is no part of it:
+maps made from that have a key of their own (core/map_cache.py).
 """
 
 import math
@@ -27,6 +27,7 @@ from tilewise.engines.base import PLAIN
 from tilewise.lang.torch_functions import FUNCTIONS
 from tilewise.lang.types import DTYPE_OF
 from tilewise.masks import Mask
+from tilewise.memory import is_lazy
 from tilewise.scores import Score, Sinks
 from tilewise.tiles import TileMap
 
@@ -96,6 +97,12 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
     shape, kv_shape = query.shape, key.shape
     if len(shape) != 4 or shape[0] != kv_shape[0]:
         return None
+    try:
+        at, kv_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    except RuntimeError:  # sparse
+        return None
+    if query.is_neg() or key.is_neg() or value.is_neg() or not (at and kv_at and v_at):  # lazy ones, and empty ones: they are resolved for every call
+        return None
     kind = _kinds.get(device) or _kinds.setdefault(device, device.type)  # to ask a device for its type takes longer
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not dtype:
         return None
@@ -115,9 +122,9 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
         key.stride(),
         value.shape,
         value.stride(),
-        query.data_ptr() & 15,
-        key.data_ptr() & 15,
-        value.data_ptr() & 15,
+        at & 15,
+        kv_at & 15,
+        v_at & 15,
         torch.is_grad_enabled(),
         query.requires_grad,
         key.requires_grad,
@@ -148,10 +155,18 @@ def _add(value: Any, parts: list[Any], held: list[Any], watched: list[Any], dept
     if kind in PLAIN:
         if value.is_inference() or (depth == MAX_DEPTH and value.is_floating_point()):  # an additive mask: its contents decide how it is read
             return False
-        parts += (id(value), value.data_ptr(), value.shape, value.stride(), value.dtype, value.requires_grad)
+        try:
+            at = value.data_ptr()
+        except RuntimeError:  # sparse
+            return False
+        if value.is_neg() or not at:  # lazy: what is computed with is a copy
+            return False
+        parts += (id(value), at, value.shape, value.stride(), value.dtype, value.requires_grad)
         held.append(value)
         return True
     if kind is TileMap:
+        if value.mask is not None and any([is_lazy(t) for t in value.mask.captures]):
+            return False
         parts.append(id(value))
         held.append(value)
         return True

@@ -18,6 +18,7 @@ from tilewise.core.map_cache import contents_key
 from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
+from tilewise.memory import can_be_looked_at
 
 FORBIDS = -9984.0  # added to a score, this or less makes exp() 0: clients write "do not attend" as -10000, which bfloat16 rounds to -9984
 REMEMBERED = 64
@@ -36,14 +37,14 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
     None if its contents must not be read: under torch.compile, or if it requires grad.
     """
     check(mask, sizes)
-    if torch.compiler.is_compiling() or mask.requires_grad or type(mask) not in (Tensor, torch.nn.Parameter):
+    if mask.requires_grad or not can_be_looked_at(mask):
         return None
     whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
     contents = contents_key((whole,))
     if contents is None:
         return _look(mask, sizes)
     with unrecorded():
-        return _readings.get(mask, whole, (contents, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, sizes))
+        return _readings.get(mask, whole, (contents, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.is_neg(), sizes))
 
 
 def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:

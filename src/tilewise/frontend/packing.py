@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.masks import Mask
+from tilewise.memory import check_dense
 from tilewise.named import AXES, Named
 from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
 
@@ -44,6 +45,9 @@ def check_offsets(offsets: Tensor, tokens: int, name: str) -> None:
         raise InputError(f"{name} must be a tensor, got {type(offsets).__name__}; torch.tensor({name}, dtype=torch.int32) makes one of a list")
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{name} must be a 1-D int32 or int64 tensor with one more entry than sequences, got {offsets.dtype} of shape {tuple(offsets.shape)}")
+    check_dense(offsets, name)
+    if offsets.is_meta:
+        raise InputError(f"{name} is on the meta device, so it has no contents; the lengths of sequences must be known")
     if torch.compiler.is_compiling():
         return  # contents are unknown while compiling; sequence_and_position stays within the tokens in any case
     first, last = int(offsets[0]), int(offsets[-1])

@@ -1,4 +1,8 @@
-"""Derivatives of a score: with respect to the score that comes in, and to every load of the wanted captures."""
+"""Derivatives of a score: with respect to the score that comes in, and to every load of the wanted captures.
+
+The score itself is computed in the types that torch gives to its steps. Its derivatives are computed from these values in the score's own type at
+least, whatever a step's type is: products of slopes leave the range and the digits of 16-bit captures long before the score does.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +32,7 @@ class Derivative:
 @lru_cache(maxsize=1024)
 def derive(program: Program, wanted: frozenset[int]) -> Derivative:
     """Reverse accumulation over the program's one result, written as more instructions on the same tape."""
-    tape = Tape()
+    tape = Tape(narrowest=program.result_type.dtype)
     for instruction in program.instructions:
         tape.put(*instruction)
     adjoints: dict[int, int] = {program.results[0]: _one(tape, program.result_type)}

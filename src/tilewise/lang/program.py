@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.lang.types import DIMENSIONED, INDEX, NAME_OF, NUMBER, ZERO_DIM, Type
+from tilewise.lang.types import DIMENSIONED, FLOATS, INDEX, NAME_OF, NUMBER, PROMOTED, ZERO_DIM, Type
 
 INDICES = ("b", "h", "q", "kv")
 
@@ -29,9 +29,10 @@ class CaptureSpec(NamedTuple):
 
 
 class Tape:
-    """Instructions being written; the same one is never written twice."""
+    """Instructions being written; the same one is never written twice. Floats of what ops.emit() writes are computed in at least the type `narrowest`."""
 
-    def __init__(self) -> None:
+    def __init__(self, narrowest: str = "") -> None:
+        self.narrowest = narrowest
         self.instructions: list[Instruction] = []
         self._written: dict[tuple[str, tuple[int, ...], str], int] = {}
 
@@ -46,6 +47,13 @@ class Tape:
 
     def type(self, k: int) -> Type:
         return self.instructions[k].type
+
+    def widened(self, k: int) -> int:
+        """Value k, in the narrowest type allowed if it is a narrower float. Python numbers have no width of their own."""
+        dtype, level = self.type(k)
+        if not self.narrowest or level == NUMBER or dtype not in FLOATS or PROMOTED[dtype, self.narrowest] == dtype:
+            return k
+        return self.put("cast", (k,), self.narrowest, Type(self.narrowest, level))
 
     def index(self, name: str) -> int:
         return self.put("index", (), name, INDEX)

@@ -31,6 +31,8 @@ class Tracer:
                 return slot
         if tensor.dtype not in NAME_OF:
             raise refuse(f"a captured tensor has dtype {tensor.dtype}; allowed are {', '.join(str(d) for d in NAME_OF)}")
+        if tensor.layout != torch.strided:
+            raise refuse(f"a captured tensor has layout {tensor.layout}; mask and score functions load from dense tensors: .to_dense() makes one")
         self.captures.append(tensor)
         return len(self.captures) - 1
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.masks import Grid, Mask, broadcast_load
+from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call
@@ -72,6 +73,7 @@ def _fitting(tiles: TileMap, extent: Extent) -> TileMap:
 
 
 def _read_tensor(mask: Tensor, extent: Extent) -> MaskReading:
+    check_dense(mask, "mask")
     shape = tuple(mask.shape)
     name = f"tensor{list(shape)}"
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -92,7 +94,7 @@ def _read_tensor(mask: Tensor, extent: Extent) -> MaskReading:
 
 def _allowed_by_additive(mask: Tensor) -> BoundProgram | None:
     """The boolean mask of an additive one: tiles that are all -inf can be skipped."""
-    if torch.compiler.is_compiling() or mask.requires_grad:
+    if mask.requires_grad or not can_be_looked_at(mask):
         return None
     allowed = mask.detach() != float("-inf")
     return trace_mask(broadcast_load(allowed)) if not bool(allowed.all()) else None

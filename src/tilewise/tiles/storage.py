@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise.errors import InputError
 from tilewise.lang import INDICES, BoundProgram, parse
 from tilewise.lang.types import INTEGER_RANGE, NAME_OF
+from tilewise.memory import resolved
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, ordered
 
@@ -53,7 +54,7 @@ def save(tile_map: "TileMap", path: Path) -> None:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    packed = tensor.detach().cpu().contiguous()
+    packed = resolved(tensor.detach().cpu().contiguous())
     return ctypes.string_at(packed.data_ptr(), packed.nbytes) if packed.numel() else b""
 
 

@@ -90,7 +90,7 @@ def explain(
         if found.permutation is not None and problem.mask is not None:
             order = f"by patches; {found.reason}"
             problem = problem.replaced(mask=found.permutation.rewritten(problem.mask))
-    tile_map = map_of(problem, TILE)
+    tile_map = None if problem.query.is_meta else map_of(problem, TILE)  # what has no contents has no empty tiles
     total = problem.batch * problem.heads * -(-problem.q_len // TILE[0]) * -(-problem.kv_len // TILE[1])
     computed, pairs = total, problem.batch * problem.heads * problem.q_len * problem.kv_len
     if tile_map is not None:

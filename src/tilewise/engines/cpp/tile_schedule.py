@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilewise.core.map_cache import map_of
 from tilewise.core.problem import Problem
+from tilewise.memory import resolved
 from tilewise.tiles import Geometry, Runs, TileMap
 
 LANES = KEYS = 64  # as in kernel/tiles.h
@@ -53,7 +54,7 @@ def _sparse_schedule(tile_map: TileMap, partial: Runs, full: Runs, rows: int, ti
     for runs in (partial, full):
         work.index_add_(0, runs.row_of_run(), runs.count.long())
     order = torch.argsort(work.view(-1, rows), dim=1, descending=True, stable=True).int().flatten()
-    tensors = tuple(t.contiguous() for t in (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count))
+    tensors = tuple(resolved(t.contiguous()) for t in (order, partial.offsets, partial.start, partial.count, full.offsets, full.start, full.count))
     strides = (g.heads * rows if g.batch > 1 else 0, rows if g.heads > 1 else 0)
     columns = g.kv_tiles if rows == g.q_tiles else g.q_tiles
     density = float(work.sum()) / max(1, work.numel() * columns)

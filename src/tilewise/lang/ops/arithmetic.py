@@ -132,7 +132,8 @@ def _gradient_of_exponent(t: Tape, g: int, base: int, exponent: int, out: int) -
     if t.type(exponent).level == 0 or not t.type(exponent).is_float:
         return None
     if t.type(base).level == 0 or not t.type(base).is_float:
-        base = t.put("cast", (base,), t.type(out).dtype, infer(OPS["cast"], (t.type(base),), t.type(out).dtype))
+        dtype = t.type(t.widened(out)).dtype
+        base = t.put("cast", (base,), dtype, infer(OPS["cast"], (t.type(base),), dtype))
     flat = emit(t, "and", emit(t, "eq", base, t.literal(0)), emit(t, "ge", exponent, t.literal(0)))
     return emit(t, "where", flat, t.literal(0.0), emit(t, "mul", g, emit(t, "mul", out, emit(t, "log", base))))
 

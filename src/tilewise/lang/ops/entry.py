@@ -75,8 +75,11 @@ def infer(op: Op, types: tuple[Type, ...], attr: str = "") -> Type:
 
 
 def emit(tape: Tape, name: str, *args: int) -> int:
-    """Write an operation; times one is written only where it changes the type."""
+    """Write an operation; times one is written only where it changes the type. A comparison sees its operands as they are: rounding decides ties."""
     type = infer(OPS[name], tuple([tape.type(a) for a in args]))
+    if tape.narrowest and not type.is_bool:
+        args = tuple([tape.widened(a) for a in args])
+        type = infer(OPS[name], tuple([tape.type(a) for a in args]))
     if name == "mul":
         for one, other in (args, args[::-1]):
             if _is_one(tape, one) and tape.type(other) == type:

@@ -1,0 +1,108 @@
+"""Tensors and numbers of odd kinds: an answer, or an error that says what is allowed."""
+
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import masks, scores
+from tilewise.errors import TilewiseError
+from tilewise.flex import flex_attention
+from tilewise.functional import scaled_dot_product_attention
+
+X = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+META = X.to("meta")
+WAYS: dict[str, Callable[..., Any]] = {
+    "attention": tw.attention,
+    "cpp": lambda *t, **options: tw.attention(*t, backend="cpp", **options),
+    "blocked": lambda *t, **options: tw.attention(*t, backend="blocked", **options),
+    "functional": scaled_dot_product_attention,
+    "flex": flex_attention,
+}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+# -- scale -----------------------------------------------------------------------------------------------------------
+
+
+@ways
+@pytest.mark.parametrize("scale", [np.array(0.5), np.float32(0.5), np.float64(0.5), Decimal("0.5"), torch.tensor(0.5)], ids=lambda s: type(s).__name__)
+def test_scale_may_be_a_number_of_any_library(way: str, scale: Any) -> None:
+    for _ in range(2):  # the second is a cached call
+        assert torch.equal(WAYS[way](X, X, X, scale=scale), WAYS[way](X, X, X, scale=0.5))
+    assert torch.equal(WAYS[way](X, X, X, scale=np.int64(2)), WAYS[way](X, X, X, scale=2))
+
+
+@ways
+@pytest.mark.parametrize("scale", ["0.5", b"1", [0.5], 1j, np.array([0.5, 1]), torch.ones(1), torch.tensor(0.5, requires_grad=True), META[0, 0, 0, 0]], ids=str)
+def test_scale_is_a_number(way: str, scale: Any) -> None:
+    with pytest.raises(tw.InputError, match="scale must be a number"):
+        WAYS[way](X, X, X, scale=scale)
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+SPARSE = {"coo": X.to_sparse(), "hybrid": X.to_sparse(2), "mkldnn": X.to_mkldnn()}
+USES: dict[str, Callable[[Any], Any]] = {
+    "query": lambda t: tw.attention(t, t, t),
+    "value": lambda t: tw.attention(X, X, t, backend="cpp"),
+    "drop-in": lambda t: scaled_dot_product_attention(t, t, t),
+    "flex": lambda t: flex_attention(X, t, X),
+    "mask": lambda t: tw.attention(X, X, X, mask=t),
+    "attn_mask": lambda t: scaled_dot_product_attention(X, X, X, attn_mask=t),
+    "score's capture": lambda t: tw.attention(X, X, X, score=lambda s, b, h, i, j: s + t[b, h, i, j]),
+    "mask's capture": lambda t: tw.attention(X, X, X, mask=lambda b, h, i, j: t[b, h, i, j] > 0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("layout", SPARSE)
+def test_sparse_tensors_are_refused(use: str, layout: str) -> None:
+    with pytest.raises(TilewiseError, match=r"layout torch\.(sparse_coo|_mkldnn).*to_dense"):
+        USES[use](SPARSE[layout])
+
+
+def test_sparse_sinks_and_lengths_are_refused() -> None:
+    with pytest.raises(TilewiseError, match="sinks has layout"):
+        tw.attention(X, X, X, score=scores.sinks(torch.ones(2).to_sparse()))
+    with pytest.raises(TilewiseError, match="cu_seqlens_q has layout"):
+        tw.varlen_attention(X[0], X[0], X[0], torch.tensor([0, 2]).to_sparse())
+
+
+# -- tensors without contents ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("options", [{}, {"mask": masks.causal}, {"mask": torch.ones(8, 8, device="meta")}, {"score": scores.alibi(2)}], ids=str)
+def test_meta_tensors_give_shapes(options: dict[str, Any], autocast: bool) -> None:
+    query = META.clone().requires_grad_()
+    with torch.autocast("cpu", enabled=autocast):
+        out = tw.attention(query, META, META, **options)
+        dropped_in = scaled_dot_product_attention(query, META, META, attn_mask=options.get("mask"))
+        assert tw.explain(query, META, META, **options).engine is not None
+    assert out.is_meta and out.shape == X.shape and dropped_in.shape == X.shape
+    (gradient,) = torch.autograd.grad(out, query, torch.empty_like(out))
+    assert gradient.is_meta and gradient.shape == X.shape
+
+
+def test_what_has_no_contents_cannot_be_captured() -> None:
+    bias = torch.ones(2, device="meta")
+    for options in ({"score": lambda s, b, h, i, j: s + bias[h]}, {"mask": lambda b, h, i, j: bias[h] > 0}, {"score": scores.sinks(bias)}):
+        with pytest.raises(tw.InputError, match="is on the meta device, so it has no contents, but the query is on cpu"):
+            tw.attention(X, X, X, **options)
+    with pytest.raises(tw.InputError, match="cu_seqlens_q is on the meta device"):
+        tw.varlen_attention(X[0], X[0], X[0], torch.tensor([0, 2], device="meta"))
+
+
+@pytest.mark.parametrize("tensor", [META, X.to(torch.complex64), X.int(), X.to(torch.float8_e4m3fn)], ids=str)
+def test_one_of_another_kind_is_refused(tensor: torch.Tensor) -> None:
+    for given in ((X, tensor, X), (X, X, tensor), (tensor, X, X)):
+        with pytest.raises(tw.InputError, match=r"must be on one device|must have one dtype"):
+            tw.attention(*given)
+    if not tensor.is_meta:
+        with pytest.raises(tw.InputError, match="allowed are float16, bfloat16, float32 and float64"):
+            tw.attention(tensor, tensor, tensor)
