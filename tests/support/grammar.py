@@ -45,6 +45,12 @@ def table(draw: Draw) -> Callable[..., Any]:
     return lambda b, h, q, kv: seen[q // 16 % 5, kv // 16 % 7]
 
 
+def listed(draw: Draw) -> Callable[..., Any]:
+    """Each query's own list of key blocks, as block-sparse attention has."""
+    lists = draw.integers(9, draw.case.heads, draw.case.q_len, 3)
+    return lambda b, h, q, kv: (lists[h, q] == (kv // 16).unsqueeze(-1)).any(-1)
+
+
 def near(draw: Draw) -> Callable[..., Any]:
     n = draw.number(0, 200)
     return lambda b, h, q, kv: (q - kv).abs() <= n
@@ -74,6 +80,7 @@ ATOMS = st.one_of(
     st.just(Part("documents", documents)),
     st.just(Part("packed documents", packed_documents)),
     st.just(Part("table", table)),
+    st.just(Part("listed", listed)),
     st.just(Part("|q - kv| <= n", near)),
     st.just(Part("q - kv < n - 30 h", behind)),
     st.just(Part("kv < n + 20 b", padded)),
@@ -127,6 +134,11 @@ def by_key(draw: Draw) -> Callable[..., Any]:
     return lambda s, b, h, q, kv: s + bias[kv] - bias[-1 - kv]
 
 
+def apart(draw: Draw) -> Callable[..., Any]:
+    left, right = draw.learned(draw.case.q_len, 3), draw.learned(draw.case.kv[2], 3)
+    return lambda s, b, h, q, kv: s - 0.25 * (left[q] - right[kv]).pow(2).sum(-1)
+
+
 def relative(draw: Draw) -> Callable[..., Any]:
     bias = draw.learned(13)
     return lambda s, b, h, q, kv: s + bias[(q - kv) % 13]
@@ -152,5 +164,5 @@ def sloped(draw: Draw) -> Callable[..., Any]:
 
 # What a score may see inside packed sequences is the distance and the head: absolute positions and b mean something else there.
 BY_DISTANCE = [Part(f.__name__, f) for f in (relative, capped, sloped)]
-STEPS = [*[Part(f.__name__, f) for f in (by_head, by_query, by_key, wave, forbidding)], *BY_DISTANCE]
+STEPS = [*[Part(f.__name__, f) for f in (by_head, by_query, by_key, apart, wave, forbidding)], *BY_DISTANCE]
 SCORES = st.lists(st.sampled_from(STEPS), max_size=2).map(lambda steps: sorted(steps, key=lambda step: step.build is forbidding))
