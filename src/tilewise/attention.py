@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.core.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_eager
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
@@ -40,7 +40,8 @@ def attention(
     """softmax(score(scale * query @ key^T) where mask) @ value, fused, tile by tile.
 
     query, key, value   tensors in `layout` ("bhsd", "bshd", "hbsd", "sbhd"), or (batch, sequence, heads * head dim) with
-                        `heads=`, or jagged nested tensors. float16, bfloat16, float32 or float64.
+                        `heads=`, or jagged nested tensors. float16, bfloat16, float32 or float64; float8_e4m3fn or float8_e5m2
+                        keys and values are converted to the query's dtype, which is exact.
     mask                a function f(b, h, q, kv), a mask of tilewise.masks, a TileMap, a BlockMask, a boolean tensor (true:
                         attend), an additive tensor, or a boolean (batch, keys) padding mask. Causal masks align upper-left.
     score               a function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
@@ -86,6 +87,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
     """
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
+    key, value = widened(query, key, value)  # before the key: what is computed has one dtype
     call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
     cached = call_cache.find(call_key)
     if cached is None:

@@ -1,6 +1,7 @@
 """Masks and scores with rows that are reduced, on every engine of the CPU, against plain torch and torch's own flex_attention."""
 
 from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor

@@ -60,7 +60,7 @@ NUMBERS = {"i": WHOLE, "f": REAL, "b": st.booleans()}
 ARITHMETIC = ("+", "-", "*")
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 ROUNDING = ("floor", "ceil", "round", "trunc", "sign", "relu", "neg", "abs")
-EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sinh", "cosh")
+EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sinh", "cosh", "asinh", "acosh")
 ANGLES = ("sin", "cos", "atan")
 ACTIVATIONS = ("tanh", "sigmoid", "erf", "erfc", "silu", "softplus", "gelu", "gelu_tanh")
 WAVES = (*EXPONENTIALS, *ANGLES, *ACTIVATIONS)

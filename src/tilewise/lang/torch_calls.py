@@ -61,14 +61,7 @@ BY_FUNCTION = _by_function()
 CUSTOM_OPERATORS = {"approx.tanh": BY_FUNCTION[torch.tanh]}  # the name users know a hardware tanh by; here it is exact
 
 
-INSTEAD = {
-    "frac": "x - torch.trunc(x)",
-    "lerp": "x + weight * (y - x)",
-    "hypot": "torch.sqrt(x * x + y * y)",
-    "cumsum": "the sum before the call, and load from it",
-    "isclose": "(x - y).abs() <= tolerance",
-    "nan_to_num": "torch.where(x == x, x, 0.0)",
-}
+INSTEAD = {"hypot": "torch.sqrt(x * x + y * y)", "cumsum": "the sum before the call, and load from it"}
 
 
 def unknown(name: str) -> TraceError:

@@ -3,6 +3,7 @@
 Their parameters are named as torch names them; what else a caller passes is refused by name.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 
 from tilewise.lang import rows
 from tilewise.lang.reductions import REDUCTIONS
-from tilewise.lang.refusals import refuse
+from tilewise.lang.refusals import refuse, undefined
 from tilewise.lang.symbol import Symbol, Trace, Traced
 from tilewise.lang.tracer import tracer_of
 from tilewise.lang.types import NAME_OF
+
+LN2 = math.log(2.0)
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946  # torch's
 
 
 def unary(op: str) -> Callable[..., Any]:
@@ -149,6 +153,91 @@ def masked_fill(input: Any, mask: Any, value: Any) -> Any:
     return tracer.cast(where(mask, value, kept), NAME_OF[kept.dtype])
 
 
+def isposinf(input: Any) -> Any:
+    return input == float("inf")
+
+
+def isneginf(input: Any) -> Any:
+    return input == -float("inf")
+
+
+def isclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
+    input, other = _values(input, other)
+    near = (input == other) | (isfinite(other) & (abs(input - other) <= atol + abs(rtol * other)))
+    return near | (isnan(input) & isnan(other)) if equal_nan else near
+
+
+def fmin(input: Any, other: Any) -> Any:
+    input, other = _values(input, other)
+    return where((input <= other) | isnan(other), input, other)
+
+
+def fmax(input: Any, other: Any) -> Any:
+    input, other = _values(input, other)
+    return where((input >= other) | isnan(other), input, other)
+
+
+def _values(*given: Any) -> list[Traced]:
+    """Operands that are used several times: a number among them shall be one argument of the program."""
+    tracer = tracer_of(given)
+    return [tracer.value(x) for x in given]
+
+
+def frac(input: Any) -> Any:
+    if not input.dtype.is_floating_point:
+        raise undefined("frac", [input.dtype])
+    return input - FUNCTIONS["trunc"](input)
+
+
+def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    if not input.dtype.is_floating_point:
+        return input
+    ends = torch.finfo(input.dtype)
+    above = where(isposinf(input), ends.max if posinf is None else posinf, input)
+    below = where(isneginf(input), ends.min if neginf is None else neginf, above)
+    return where(isnan(input), 0.0 if nan is None else nan, below)
+
+
+def lerp(input: Any, end: Any, weight: Any) -> Any:
+    """From the nearer end, as torch computes it; a weight that is a number has chosen it already."""
+    if isinstance(weight, (int, float)):
+        return input + weight * (end - input) if abs(weight) < 0.5 else end - (end - input) * (1 - weight)
+    input, end, weight = _values(input, end, weight)
+    return where(abs(weight) < 0.5, input + weight * (end - input), end - (end - input) * (1 - weight))
+
+
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    tracer = tracer_of((input, tensor1, tensor2, value))
+    return tracer.emit("add", input, tracer.emit("mul", _times(tracer, tensor1, value), tensor2))
+
+
+def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    tracer = tracer_of((input, tensor1, tensor2, value))
+    return tracer.emit("add", input, tracer.emit("div", _times(tracer, tensor1, value), tensor2))
+
+
+def _times(tracer: Trace, input: Any, value: Any) -> Any:
+    return input if isinstance(value, int) and value == 1 else tracer.emit("mul", input, value)
+
+
+def xlogy(input: Any, other: Any) -> Any:
+    """x log(y); 0 at x = 0 whatever y is, but for NaN. Where the logarithm would not be finite it is of 1, and so is its derivative."""
+    input, other = _values(input, other)
+    nothing = (input == 0) & ((other <= 0) | isposinf(other))
+    return where(nothing, 0.0, input * FUNCTIONS["log"](where(nothing, 1.0, other)))
+
+
+def logaddexp2(input: Any, other: Any) -> Any:
+    return FUNCTIONS["logaddexp"](input * LN2, other * LN2) / LN2
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    def apply(input: Any) -> Any:
+        return input * factor
+
+    return apply
+
+
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +272,36 @@ def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) 
 def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
     _refuse_in_place("hardtanh", inplace)
     return where(input <= min_val, min_val, where(input >= max_val, max_val, input))  # unlike clamp, flat where it begins to cut
+
+
+def relu6(input: Any, inplace: bool = False) -> Any:
+    return hardtanh(input, 0.0, 6.0, inplace)
+
+
+def hardsigmoid(input: Any, inplace: bool = False) -> Any:
+    return relu6(input + 3.0, inplace) / 6.0
+
+
+def hardswish(input: Any, inplace: bool = False) -> Any:
+    return input * hardsigmoid(input, inplace)
+
+
+def mish(input: Any, inplace: bool = False) -> Any:
+    _refuse_in_place("mish", inplace)
+    return input * FUNCTIONS["tanh"](softplus(input))
+
+
+def softsign(input: Any) -> Any:
+    return input / (1.0 + abs(input))
+
+
+def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    _refuse_in_place("celu", inplace)
+    return where(input > 0, input, alpha * FUNCTIONS["expm1"](clamp(input, max=0.0) / alpha))
+
+
+def selu(input: Any, inplace: bool = False) -> Any:
+    return SELU_SCALE * elu(input, SELU_ALPHA, inplace)
 
 
 def _refuse_in_place(name: str, inplace: bool) -> None:
@@ -381,6 +500,20 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "isnan": isnan,
     "isinf": isinf,
     "isfinite": isfinite,
+    "isposinf": isposinf,
+    "isneginf": isneginf,
+    "isclose": isclose,
+    "fmin": fmin,
+    "fmax": fmax,
+    "frac": frac,
+    "nan_to_num": nan_to_num,
+    "lerp": lerp,
+    "addcmul": addcmul,
+    "addcdiv": addcdiv,
+    "xlogy": xlogy,
+    "logaddexp2": logaddexp2,
+    "deg2rad": scaled(math.pi / 180),
+    "rad2deg": scaled(180 / math.pi),
     "exp": unary("exp"),
     "exp2": unary("exp2"),
     "log": unary("log"),
@@ -394,6 +527,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sin": unary("sin"),
     "cos": unary("cos"),
     "tan": unary("tan"),
+    "asin": unary("asin"),
+    "arcsin": unary("asin"),
+    "acos": unary("acos"),
+    "arccos": unary("acos"),
     "atan": unary("atan"),
     "arctan": unary("atan"),
     "atan2": binary("atan2"),
@@ -401,6 +538,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sinh": unary("sinh"),
     "cosh": unary("cosh"),
     "tanh": unary("tanh"),
+    "asinh": unary("asinh"),
+    "arcsinh": unary("asinh"),
+    "acosh": unary("acosh"),
+    "arccosh": unary("acosh"),
+    "atanh": unary("atanh"),
+    "arctanh": unary("atanh"),
     "sigmoid": unary("sigmoid"),
     "expit": unary("sigmoid"),
     "erf": unary("erf"),
@@ -413,6 +556,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "elu": elu,
     "leaky_relu": leaky_relu,
     "hardtanh": hardtanh,
+    "relu6": relu6,
+    "hardsigmoid": hardsigmoid,
+    "hardswish": hardswish,
+    "mish": mish,
+    "softsign": softsign,
+    "celu": celu,
+    "selu": selu,
     "to": convert,
     "type": typed,
     "type_as": type_as,
