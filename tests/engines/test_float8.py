@@ -24,12 +24,8 @@ def inputs(dtype: torch.dtype, narrow: torch.dtype) -> tuple[Tensor, Tensor, Ten
 def test_is_the_same_as_converting_before(narrow: torch.dtype, engine: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         q, k, v = inputs(dtype, narrow)
-        out, lse = (
-            tw.attention(q, k, v, mask=masks.causal, backend=engine, return_lse=True) if engine != "native" else (tw.attention(q, k, v, backend=engine), None)
-        )
-        wanted = tw.attention(q, k.to(dtype), v.to(dtype), mask=masks.causal if engine != "native" else None, backend=engine)
-        assert out.dtype == dtype and torch.equal(out, wanted)
-        assert lse is None or lse.dtype == torch.float32
+        out = tw.attention(q, k, v, is_causal=True, backend=engine)
+        assert out.dtype == dtype and torch.equal(out, tw.attention(q, k.to(dtype), v.to(dtype), is_causal=True, backend=engine))
 
 
 @pytest.mark.parametrize("narrow", FLOAT8, ids=str)
