@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, kv_heads_of, make_problem, to_bhsd
+from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.core.recording import unrecorded
 from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, transformed
 from tilewise.errors import BackendError, InputError
@@ -41,7 +41,8 @@ def attention(
     """softmax(score(scale * query @ key^T) where mask) @ value, fused, tile by tile.
 
     query, key, value   tensors in `layout` ("bhsd", "bshd", "hbsd", "sbhd"), or (batch, sequence, heads * head dim) with
-                        `heads=`, or nested tensors. float16, bfloat16, float32 or float64.
+                        `heads=`, or nested tensors. float16, bfloat16, float32 or float64; float8_e4m3fn or float8_e5m2
+                        keys and values are converted to the query's dtype, which is exact.
     mask                a function f(b, h, q, kv), a mask of tilewise.masks, a TileMap, a BlockMask, a boolean tensor (true:
                         attend), an additive tensor, or a boolean (batch, keys) padding mask. Causal masks align upper-left.
     score               a function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
@@ -89,6 +90,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     if options.scale is not None and type(options.scale) is not float:  # it is part of the key
         options = options._replace(scale=check_scale(options.scale))
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
+    key, value = widened(query, key, value)  # before the key: what is computed has one dtype
     call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
     cached = call_cache.find(call_key)
     if cached is None:

@@ -87,6 +87,17 @@ def test_every_function_of_odd_numbers(dtype: str, axes: Axes) -> None:
     check([*one, *two, *remainders, (("fmod", ("score",), some), 0)], axes)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_numbers_beside_16_bits_are_rounded_where_torch_rounds_them(dtype: str) -> None:
+    """A remainder, or a comparison, of what was rounded and of what was not have nothing in common."""
+    some = ("cast", dtype, ("*", SOME, ("load", "slopes", ("index", "kv"))))
+    numbers = [("number", n) for n in (0.3, 1.1, 257, -0.7)]
+    second = [((op, some, n), 0) for op in ("+", "-", "*", "/", "//", "%", "fmod", "**", "<", "<=", "==", "clamp_min") for n in numbers]
+    first = [((op, n, some), 0) for op in ("+", "-", "*", "%", "**", ">", "!=") for n in numbers]
+    rounded = ("cast", dtype, ("*", ("cast", "float32", ("==", SOME, SOME)), ("number", 0.3)))
+    check([*second, *first, (("==", rounded, ("number", 0.3)), 0), (("*", some, ("load", "scale")), 0), (("%", some, ("load", "scale")), 0)], BY_QUERY)
+
+
 def check(programs: list[tuple[Any, int]], axes: Axes) -> None:
     calls, sources = [], []
     for tree, seed in programs:

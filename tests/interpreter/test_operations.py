@@ -1,4 +1,4 @@
-"""A score by each function of torch in Triton's interpreter, gradients included."""
+"""A score by each function of torch, and masks and scores with rows, in Triton's interpreter, gradients included."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 import tilewise as tw
 from tests.support.contributing import check_example
 from tests.support.operation_scores import SCORES
+from tests.support.row_mods import MODS
 
 
 def computed(name: str, engine: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -21,6 +22,19 @@ def test_agrees_with_the_reference(name: str) -> None:
     for dtype, close in ((torch.float32, 2e-5), (torch.float16, 4e-3)):
         for found, exact in zip(computed(name, "triton", dtype), wanted, strict=True):
             assert float((found.double() - exact).norm() / exact.norm()) < close
+
+
+def with_rows(name: str, engine: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    mod, generator = MODS[name](dtype), torch.Generator().manual_seed(0)
+    inputs = [torch.randn((2, 2, 40, 16), generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    out = tw.attention(*inputs, mask=mod.mask, score=mod.score, backend=engine)
+    return out.detach(), *torch.autograd.grad(out, [*inputs, *mod.learned], torch.randn(out.shape, generator=generator).to(dtype))
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_rows_agree_with_the_reference(name: str) -> None:
+    for found, exact in zip(with_rows(name, "triton", torch.float32), with_rows(name, "reference", torch.float64), strict=True):
+        assert float((found.double() - exact).norm() / exact.norm()) < 2e-5
 
 
 def test_the_example_of_contributing() -> None:

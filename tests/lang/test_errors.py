@@ -57,7 +57,7 @@ def unpacks(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + first
 
 
-PRODUCTS = ["the 4 products of two captured rows", "can only be summed", "(a * c).sum() or torch.dot(a, c)"]
+LONG = torch.zeros(3, 600)
 
 # The function, and what its error must say besides the place. Every function fails on the line after its `def`, or on its lambda's.
 REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
@@ -92,7 +92,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "functions of lists": (lambda s, b, h, q, kv: torch.stack([s, s]), ["'stack'"]),
     "functional": (lambda s, b, h, q, kv: F.softmax(s, dim=-1), ["'softmax'"]),
     "custom operator": (lambda s, b, h, q, kv: torch.ops.tilewise_tests.add(s), ["'torch.ops.tilewise_tests.add'"]),
-    "max over a dimension": (lambda s, b, h, q, kv: s.max(), ["max(input, other)"]),
     "keyword": (lambda s, b, h, q, kv: torch.round(s, decimals=1), ["round", "decimals=1", "round(input)"]),
     "method keyword": (lambda s, b, h, q, kv: s.round(decimals=1), ["round", "decimals=1"]),
     "too few arguments": (lambda s, b, h, q, kv: s.minimum(), ["minimum", "minimum(input, other)"]),
@@ -108,8 +107,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "a capture as a symbol": (lambda s, b, h, q, kv: TABLE.type_as(s)[h, q], ["captured tensor", ".to(value.dtype)"]),
     "to no dtype": (lambda s, b, h, q, kv: q.to("cpu", 3), ["dtype such as torch.float32", "got 3"]),
     "to something else": (lambda s, b, h, q, kv: q.to([1]), ["a dtype, a device or another value", "got [1]"]),
-    "to a row": (lambda s, b, h, q, kv: q.to(TABLE[h]), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "as products": (lambda s, b, h, q, kv: q.type_as(TABLE[h] * TABLE[q]), PRODUCTS),
     "type_as of a number": (lambda s, b, h, q, kv: q.type_as(3), ["type_as", "got 3", ".to(dtype)"]),
     "unknown arguments of clone": (lambda s, b, h, q, kv: q.clone(1, 2, 3), ["clone", "int, int, int", "clone(input, memory_format)"]),
     "unknown keyword of contiguous": (lambda s, b, h, q, kv: q.contiguous(nonsense=3), ["contiguous", "nonsense=3"]),
@@ -149,40 +146,31 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "inplace=True": (lambda s, b, h, q, kv: F.relu(s, inplace=True), ["inplace=True", "leave inplace out"]),
     "inplace=True of a capture": (lambda s, b, h, q, kv: s + F.relu(ROW, inplace=True)[q], ["in place"]),
     # Captured tensors.
-    "whole tensor": (lambda s, b, h, q, kv: s + ROW, ["(5,)", "used whole", "tensor[h]"]),
     "too many indices": (lambda s, b, h, q, kv: s + ROW[b, h], ["2 indices", "(5,)"]),
     "constant index outside": (lambda s, b, h, q, kv: s + TABLE[-4, q], ["index -4", "size 3", "(3, 4)"]),
-    "too few indices": (lambda s, b, h, q, kv: s + TABLE[h], ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "too few indices, product": (lambda s, b, h, q, kv: TABLE[h] * s, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "too few indices, sum": (lambda s, b, h, q, kv: TABLE[h] + 1, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "too few indices, comparison": (lambda s, b, h, q, kv: s * (TABLE[h] > 1), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "too few indices, method": (lambda s, b, h, q, kv: TABLE[h].float(), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "too few indices, function": (lambda s, b, h, q, kv: torch.exp(TABLE[h]), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
+    "a long row": (lambda s, b, h, q, kv: s + LONG[h].sum(), ["(3, 600)", "1 of its 2 dimensions", "this one has 600, at most 512"]),
+    "a long row, element by element": (lambda s, b, h, q, kv: s + (LONG[h] - 1).sum(), ["(3, 600)", "1 of its 2 dimensions", "at most 512"]),
+    "a long row, unpacked": (lambda s, b, h, q, kv: s + sum(LONG[h]), ["(3, 600)", "at most 512"]),
+    "a long tensor": (lambda s, b, h, q, kv: s + (LONG == q).any(), ["(3, 600)", "used whole", "tensor[h]", "1800", "at most 512"]),
+    "a large table of rows": (lambda s, b, h, q, kv: (TABLE[h].unsqueeze(-1) * LONG[h, :200]).sum(), ["(4, 200)", "800", "at most 512"]),
     "rows of other lengths": (lambda s, b, h, q, kv: s + torch.dot(TABLE[h], torch.ones(3, 5)[h]), ["4 and 5", "equally long"]),
-    "sum of a row": (lambda s, b, h, q, kv: s + torch.sum(TABLE[h]), ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "writing to a row": (writes_to_a_row, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "products, sum": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q]) + 1, PRODUCTS),
-    "products, sum with a symbol": (lambda s, b, h, q, kv: s + TABLE[h] * TABLE[q], PRODUCTS),
-    "products, three rows": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q] * TABLE[kv]).sum(), PRODUCTS),
-    "products, times products": (lambda s, b, h, q, kv: (TABLE[h] * (TABLE[q] * TABLE[kv])).sum(), PRODUCTS),
-    "products, comparison": (lambda s, b, h, q, kv: 0 < TABLE[h] * TABLE[q], PRODUCTS),
-    "products, unary": (lambda s, b, h, q, kv: -(TABLE[h] * TABLE[q]), PRODUCTS),
-    "products, index": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q])[0], PRODUCTS),
-    "products, bool": (lambda s, b, h, q, kv: s if TABLE[h] * TABLE[q] else 0, PRODUCTS),
-    "products, method": (lambda s, b, h, q, kv: (TABLE[h] * TABLE[q]).mean(), PRODUCTS),
-    "products, function": (lambda s, b, h, q, kv: torch.exp(TABLE[h] * TABLE[q]), PRODUCTS),
-    "products, dot": (lambda s, b, h, q, kv: torch.dot(TABLE[h] * TABLE[q], TABLE[h]), PRODUCTS),
-    "products, keepdim": (lambda s, b, h, q, kv: s + (TABLE[h] * TABLE[q]).sum(-1, keepdim=True), ["sum", "keepdim=True", "leave keepdim out"]),
-    "products, dimension": (lambda s, b, h, q, kv: s + (TABLE[h] * TABLE[q]).sum(7), ["sum", "dim=7", "0 or -1"]),
-    "products, unknown keyword": (lambda s, b, h, q, kv: s + (TABLE[h] * TABLE[q]).sum(nonsense=1), ["sum(input, dim, keepdim)", "nonsense=1"]),
+    "rows that do not broadcast": (lambda s, b, h, q, kv: (TABLE[h] + LONG[h, :3]).sum(), ["(4,) and (3,)", "broadcast"]),
+    "writing to a row": (writes_to_a_row, ["in place", "torch.where"]),
+    "a row as a condition": (lambda s, b, h, q, kv: s if TABLE[h] > 0 else 0, ["`if`", "torch.where(condition, a, b)"]),
+    "a row's dimension": (lambda s, b, h, q, kv: s + TABLE[h].sum(7), ["sum", "dim=7", "0 or -1"]),
+    "a row's dimensions": (lambda s, b, h, q, kv: s + TABLE[h, :, None].sum((0, -2)), ["sum", "dim=(0, -2)", "(4, 1)", "-2 to 1"]),
+    "unknown keyword of a reduction": (lambda s, b, h, q, kv: s + TABLE[h].sum(nonsense=1), ["sum(input, dim, keepdim, dtype)", "nonsense=1"]),
+    "mean of integers": (lambda s, b, h, q, kv: s + TABLE[h].mean(), ["mean", "torch.int64", ".float()"]),
+    "largest of nothing": (lambda s, b, h, q, kv: s + LONG[h, :0].amax(), ["without elements"]),
+    "a computed row indexed by a symbol": (lambda s, b, h, q, kv: s + (TABLE[h] + 1)[kv], ["computed row", "index the captured tensor"]),
+    "part of a row indexed by a symbol": (lambda s, b, h, q, kv: s + TABLE[h, 1:][kv], ["part of a captured tensor", "outside"]),
+    "a row's index outside": (lambda s, b, h, q, kv: s + (TABLE[h] + 1)[4], ["index 4", "size 4"]),
+    "rows and slices": (lambda s, b, h, q, kv: TABLE[TABLE[h], :].sum(), ["(3, 4)", "rows and with slices", "outside"]),
+    "a slice backwards": (lambda s, b, h, q, kv: s + TABLE[h, ::-1].sum(), ["positive"]),
+    "a new dimension too many": (lambda s, b, h, q, kv: s + q.unsqueeze(2).sum(), ["unsqueeze", "dim=2", "-1 to 0"]),
     "dot of single values": (lambda s, b, h, q, kv: s + torch.dot(q, kv), ["x * y"]),
     "float index": (lambda s, b, h, q, kv: s + ROW[q / 2], ["f32", "integers", ".long()"]),
     "boolean index": (lambda s, b, h, q, kv: s + ROW[q > 2], ["bool", "integers"]),
-    "slice": (lambda s, b, h, q, kv: s + TABLE[:, q], ["(3, 4)", "a slice", "one index for each dimension", "outside"]),
-    "slice behind an index": (lambda s, b, h, q, kv: s + TABLE[q, :2], ["(3, 4)", "a slice", "one index for each dimension", "outside"]),
-    "slice of a row": (lambda s, b, h, q, kv: torch.dot(TABLE[q][:2], TABLE[kv][:2]), ["(3, 4)", "a slice", "one index for each dimension", "outside"]),
-    "ellipsis": (lambda s, b, h, q, kv: s + TABLE[..., q], ["(3, 4)", "an ellipsis", "one index for each dimension"]),
-    "new dimension": (lambda s, b, h, q, kv: s + TABLE[q, None, kv], ["(3, 4)", "None", "one index for each dimension"]),
     "rows of complex numbers": (lambda s, b, h, q, kv: s + torch.dot(COMPLEX.view(5, 1)[q], COMPLEX.view(5, 1)[kv]), ["torch.complex64", "torch.float32"]),
     "list of symbols": (lambda s, b, h, q, kv: s + ROW[[q, kv]], ["list"]),
     "complex capture": (lambda s, b, h, q, kv: s + COMPLEX[q], ["torch.complex64", "torch.float32"]),
@@ -249,7 +237,15 @@ def row(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def products(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return TABLE[h] * TABLE[q]
+    return TABLE[h] * TABLE[q] > q
+
+
+def forgets_an_index(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q > ROW
+
+
+def keeps_a_dimension(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (TABLE[h] == kv).any(-1, keepdim=True)
 
 
 RETURNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
@@ -259,7 +255,9 @@ RETURNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "integers": (distance, ["returned torch.int64", "boolean", "q >= kv"]),
     "a whole tensor": (whole, ["(5,)", "whole", "tensor[h]"]),
     "a row": (row, ["(3, 4)", "1 of its 2 dimensions", "index all"]),
-    "products of rows": (products, PRODUCTS),
+    "products of rows": (products, ["row of shape (4,)", "all their dimensions", ".sum(-1)"]),
+    "a comparison with a whole tensor": (forgets_an_index, ["row of shape (5,)", "tensor[h]", ".any(-1)"]),
+    "a row of one": (keeps_a_dimension, ["row of shape (1,)"]),
 }
 
 

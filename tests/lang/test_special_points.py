@@ -17,7 +17,12 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "log10": torch.log10,
     "tan": torch.tan,
     "atan": torch.atan,
+    "asin": torch.asin,
+    "acos": torch.acos,
     "sinh": torch.sinh,
+    "asinh": torch.asinh,
+    "acosh": torch.acosh,
+    "atanh": torch.atanh,
     "cosh": torch.cosh,
     "erfc": torch.erfc,
     "softplus": functional.softplus,
@@ -90,7 +95,10 @@ def test_questions_about_a_value(name: str) -> None:
         assert torch.equal(torch.as_tensor(found), TESTS[name](table))
 
 
-@pytest.mark.parametrize("method", ["log1p", "expm1", "log10", "tan", "atan", "arctan", "sinh", "cosh", "erfc", "isfinite", "isnan", "isinf"])
+@pytest.mark.parametrize(
+    "method",
+    ["log1p", "expm1", "log10", "tan", "atan", "arctan", "asin", "arccos", "arcsinh", "acosh", "arctanh", "sinh", "cosh", "erfc", "isfinite", "isnan", "isinf"],
+)
 def test_methods(method: str) -> None:
     x = torch.tensor(NUMBERS)
     found = evaluate(trace_value(lambda s, b, h, q, kv: getattr(s, method)()), grid_of(x))

@@ -60,7 +60,7 @@ NUMBERS = {"i": WHOLE, "f": REAL, "b": st.booleans()}
 ARITHMETIC = ("+", "-", "*")
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 ROUNDING = ("floor", "ceil", "round", "trunc", "sign", "relu", "neg", "abs")
-EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sinh", "cosh")
+EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sinh", "cosh", "asinh", "acosh")
 ANGLES = ("sin", "cos", "atan")
 ACTIVATIONS = ("tanh", "sigmoid", "erf", "erfc", "silu", "softplus", "gelu", "gelu_tanh")
 WAVES = (*EXPONENTIALS, *ANGLES, *ACTIVATIONS)
@@ -94,6 +94,11 @@ def trees(draw: st.DrawFn, kind: str, depth: int) -> Tree:
     def cast(kind: str, *dtypes: str) -> Tree:
         return ("cast", draw(st.sampled_from(dtypes)), sub(kind))
 
+    def reduced(reduction: str, operator: str, tensors: dict[str, int], kind: str) -> Tree:
+        """A row of a capture beside a single value, reduced."""
+        name = draw(st.sampled_from(sorted(n for n, rank in tensors.items() if rank > 1)))
+        return (reduction, (operator, ("load", name, *[sub("i") for _ in range(tensors[name] - 1)]), ("unsqueeze", sub(kind))))
+
     def choice(kind: str) -> Tree:
         return ("where", sub("b"), sub(kind), operand(kind))
 
@@ -117,6 +122,7 @@ def trees(draw: st.DrawFn, kind: str, depth: int) -> Tree:
             lambda: (draw(st.sampled_from(("clamp_min", "clamp_max"))), sub("i"), operand("i")),
             lambda: load(INTEGER_CAPTURES),
             lambda: load(INTEGER_CAPTURES),
+            lambda: reduced(draw(st.sampled_from(("sum", "prod", "amax", "amin", "argmax"))), draw(st.sampled_from(ARITHMETIC)), INTEGER_CAPTURES, "i"),
             lambda: choice("i"),
             lambda: cast(draw(st.sampled_from("ifb")), "int8", "uint8", "int32", "int64"),
             lambda: pair(*ARITHMETIC[::2], kinds=("b", "i")),
@@ -138,6 +144,7 @@ def trees(draw: st.DrawFn, kind: str, depth: int) -> Tree:
             lambda: (draw(st.sampled_from(("clamp_min", "clamp_max"))), sub("f"), operand("f")),
             lambda: load(FLOAT_CAPTURES),
             lambda: load(FLOAT_CAPTURES),
+            lambda: reduced(draw(st.sampled_from(("sum", "mean", "amax", "amin"))), draw(st.sampled_from(ARITHMETIC)), FLOAT_CAPTURES, "f"),
             lambda: choice("f"),
             lambda: cast(draw(st.sampled_from("if")), "float32", "float64", "float16", "bfloat16"),
         ],
@@ -151,6 +158,7 @@ def trees(draw: st.DrawFn, kind: str, depth: int) -> Tree:
             lambda: (draw(st.sampled_from(("~", "sign", "logical_not"))), sub("b")),
             lambda: (draw(st.sampled_from(("logical_and", "logical_xor"))), sub("b"), sub(draw(st.sampled_from("ifb")))),
             lambda: load(BOOLEAN_CAPTURES),
+            lambda: reduced(draw(st.sampled_from(("any", "all"))), draw(st.sampled_from(COMPARISONS)), INTEGER_CAPTURES, "i"),
             lambda: choice("b"),
             lambda: cast(draw(st.sampled_from("if")), "bool"),
             lambda: (draw(st.sampled_from(("isfinite", "isnan", "isinf"))), sub(draw(st.sampled_from("ifb")))),
@@ -194,6 +202,7 @@ def smooth_trees(draw: st.DrawFn, depth: int) -> Tree:
         lambda: ("tan", ("sin", sub())),
         lambda: (draw(st.sampled_from(("clamp_min", "clamp_max"))), sub(), operand()),
         load,
+        lambda: (draw(st.sampled_from(("sum", "mean", "amax"))), ("*", ("load", "table", draw(SMALL_INTEGERS)), ("unsqueeze", sub()))),
         lambda: ("where", ("<", draw(SMALL_INTEGERS), draw(SMALL_INTEGERS)), sub(), operand()),
         lambda: ("where", ("<", sub(), sub()), sub(), operand()),
     ]
@@ -220,6 +229,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "==": lambda x, y: x == y,
     "!=": lambda x, y: x != y,
     "~": lambda x: ~x,
+    "unsqueeze": lambda x: x.unsqueeze(-1),
     "silu": torch.nn.functional.silu,
     "softplus": torch.nn.functional.softplus,
     "gelu": torch.nn.functional.gelu,

@@ -45,6 +45,12 @@ def table(draw: Draw) -> Callable[..., Any]:
     return lambda b, h, q, kv: seen[q // 16 % 5, kv // 16 % 7]
 
 
+def listed(draw: Draw) -> Callable[..., Any]:
+    """Each query's own list of key blocks, as block-sparse attention has."""
+    lists = draw.integers(9, draw.case.heads, draw.case.q_len, 3)
+    return lambda b, h, q, kv: (lists[h, q] == (kv // 16).unsqueeze(-1)).any(-1)
+
+
 def near(draw: Draw) -> Callable[..., Any]:
     n = draw.number(0, 200)
     return lambda b, h, q, kv: (q - kv).abs() <= n
@@ -74,6 +80,7 @@ ATOMS = st.one_of(
     st.just(Part("documents", documents)),
     st.just(Part("packed documents", packed_documents)),
     st.just(Part("table", table)),
+    st.just(Part("listed", listed)),
     st.just(Part("|q - kv| <= n", near)),
     st.just(Part("q - kv < n - 30 h", behind)),
     st.just(Part("kv < n + 20 b", padded)),
@@ -131,6 +138,11 @@ def by_key(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
     return lambda s, b, h, q, kv: s + bias[kv] - bias[-1 - kv]
 
 
+def apart(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
+    left, right = draw.learned(draw.case.q_len, 3, dtype=dtype), draw.learned(draw.case.kv[2], 3, dtype=dtype)
+    return lambda s, b, h, q, kv: s - 0.25 * (left[q] - right[kv]).pow(2).sum(-1)
+
+
 def relative(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
     bias = draw.learned(13, dtype=dtype)
     return lambda s, b, h, q, kv: s + bias[(q - kv) % 13]
@@ -180,5 +192,5 @@ def steps_of(*learning: Callable[..., Any], fixed: list[Part]) -> st.SearchStrat
 
 # What a score may see inside packed sequences is the distance and the head: absolute positions and b mean something else there.
 BY_DISTANCE = steps_of(relative, sloped, fixed=[step(capped)])
-STEPS = steps_of(relative, sloped, by_head, by_query, by_key, gained, fixed=[step(capped), step(wave), FORBIDDING])
+STEPS = steps_of(relative, sloped, by_head, by_query, by_key, apart, gained, fixed=[step(capped), step(wave), FORBIDDING])
 SCORES = st.lists(STEPS, max_size=2).map(forbidding_last)

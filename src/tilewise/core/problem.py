@@ -18,6 +18,7 @@ from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent, TileMap, read_mask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # keys and values may be: every one of DTYPES holds their numbers exactly
 LARGEST_HEAD_DIM = 512
 
 # Where batch, heads, sequence and head dim lie in each layout.
@@ -156,6 +157,7 @@ def make_problem(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, options: Options
 ) -> tuple[Problem, str]:
     """The problem of (batch, heads, sequence, head dim) tensors, and its mask's name."""
+    key, value = widened(query, key, value)
     check_tensors(query, key, value, options.enable_gqa)
     query, key, value = [resolved(t) for t in autocast(query, key, value)]
     key, value = broadcast_batch(query, key, value)
@@ -244,7 +246,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise InputError("query, key and value must have one dtype, got " + ", ".join([f"{n} {t.dtype}" for n, t in named]))
     for name, tensor in named:
         if tensor.dtype not in DTYPES:
-            raise InputError(f"{name} has dtype {tensor.dtype}; allowed are float16, bfloat16, float32 and float64")
+            raise InputError(
+                f"{name} has dtype {tensor.dtype}; allowed are float16, bfloat16, float32 and float64, and for key and value float8_e4m3fn and float8_e5m2"
+            )
     if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
         raise _mismatch("key and value must have the query's batch size, or 1", query, key, value)
     if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
@@ -285,6 +289,14 @@ def _autocast_dtype(query: Tensor) -> torch.dtype | None:
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _autocast_dtype(query)
     return (query, key, value) if dtype is None else (query.to(dtype), key.to(dtype), value.to(dtype))
+
+
+def widened(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """float8 keys and values in the query's dtype."""
+    dtype = query.dtype
+    if (key.dtype is dtype and value.dtype is dtype) or dtype not in DTYPES:
+        return key, value
+    return key.to(dtype) if key.dtype in FLOAT8 else key, value.to(dtype) if value.dtype in FLOAT8 else value
 
 
 def broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

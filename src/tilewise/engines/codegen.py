@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 from tilewise.lang import BoundProgram, Program
+from tilewise.lang.ops import OPS
 from tilewise.lang.ranges import ranges
-from tilewise.lang.types import FLOATS, Type, promote
+from tilewise.lang.types import FLOATS, NUMBER, ZERO_DIM, Type, promote
 
 INT32 = 2**31 - 1  # integers up to here, either way, are emitted with 32 bits
 
@@ -35,6 +36,11 @@ class ProgramWriter:
         self.sizes = [tuple(t.shape) for t in call.captures]
         self.slots = _size_slots(program)
         self.types: list[str] = []  # of the values written so far
+
+    def _is_wide(self, op: str, place: int, operand: int) -> bool:
+        """Whether a Python number or 0-d tensor beside 16-bit floats is not rounded to 16 bits: torch computes with those of some operations in float32."""
+        level = self.program.instructions[operand].type.level
+        return place in OPS[op].wide and (level == NUMBER or (level == ZERO_DIM and place == 1))
 
     def _computed_in(self, args: tuple[int, ...], type: Type, dtype: str) -> str:
         """The type an operation's operands are converted to: torch's, or 32-bit integers where the operands and a result of type `dtype` fit them."""

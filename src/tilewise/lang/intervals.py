@@ -152,6 +152,11 @@ def decreasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
     return lambda a: Interval(f(a.hi), f(a.lo))
 
 
+def inside(low: float, high: float, rule: Callable[[Interval], Interval]) -> Callable[[Interval], Interval]:
+    """Of a function that is NaN outside."""
+    return lambda a: forget(~((a.lo >= low) & (a.hi <= high)), rule(a))
+
+
 def add(a: Interval, b: Interval) -> Interval:
     return forget(may_be_infinite(a, b), Interval(a.lo + b.lo, a.hi + b.hi))
 

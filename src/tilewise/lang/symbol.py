@@ -16,45 +16,46 @@ class Trace(Protocol):
     device: Any
 
     def operand(self, value: Any) -> int: ...
-    def emit(self, op: str, *values: Any) -> "Symbol": ...
-    def power(self, base: Any, exponent: Any) -> "Symbol": ...
-    def cast(self, value: "Symbol", dtype: str) -> "Symbol": ...
+    def value(self, value: Any) -> "Traced": ...
+
+    # These give a Symbol, or a Row where one is among their operands.
+    def emit(self, op: str, *values: Any) -> Any: ...
+    def power(self, base: Any, exponent: Any) -> Any: ...
+    def cast(self, value: "Traced", dtype: str) -> Any: ...
     def load(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Any: ...
 
 
 class Traced:
-    """What a function computes with while it is traced."""
+    """What a function computes with while it is traced: a Symbol, or a Row of several (rows.py)."""
 
     tracer: Trace
     __torch_function__: ClassVar[Any]  # set by torch_calls.py, as are torch's methods
     __array_ufunc__ = None  # numpy's numbers leave their operators to us
 
-    def __repr__(self) -> str:
-        return "a value that differs for every (b, h, q, kv)"
-
-
-class Symbol(Traced):
-    """A value that differs for every (b, h, q, kv); it behaves like a 0-d tensor."""
-
-    def __init__(self, tracer: Trace, at: int) -> None:
-        self.tracer = tracer
-        self.at = at
-
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPE_OF[self.tracer.tape.type(self.at).dtype]
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        raise NotImplementedError
 
     @property
     def device(self) -> Any:
         return self.tracer.device
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size([])
-
-    @property
     def ndim(self) -> int:
-        return 0
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __repr__(self) -> str:
+        return "a value that differs for every (b, h, q, kv)"
 
     __hash__ = object.__hash__
 
@@ -70,20 +71,11 @@ class Symbol(Traced):
     def __index__(self) -> int:
         raise refuse("a Python list, range() or slice needs one concrete index; put the values in a tensor and index that")
 
-    def __iter__(self) -> Any:
-        raise refuse("b, h, q, kv and score are single values and cannot be iterated or unpacked")
-
-    def __getitem__(self, index: Any) -> Any:
-        raise refuse("b, h, q, kv and score are single values and cannot be indexed")
-
     def __setitem__(self, index: Any, value: Any) -> None:
         raise refuse("a mask or score function must not change values in place; use torch.where")
 
     def __contains__(self, other: Any) -> bool:
         raise refuse(BRANCHING)
-
-    def __len__(self) -> int:
-        raise refuse("b, h, q, kv and score are single values without a length")
 
     def __round__(self, digits: Any = None) -> Any:
         raise refuse("round() needs one concrete value; use torch.round")
@@ -101,111 +93,128 @@ class Symbol(Traced):
 
     __rdivmod__ = __divmod__
 
-    def __matmul__(self, other: Any) -> Any:
-        raise refuse("@ multiplies captured rows only, as in a[b, h, q] @ c[b, h, kv]; use * for single values")
-
-    __rmatmul__ = __matmul__
-
-    def __add__(self, other: Any) -> "Symbol":
+    def __add__(self, other: Any) -> Any:
         return self.tracer.emit("add", self, other)
 
-    def __radd__(self, other: Any) -> "Symbol":
+    def __radd__(self, other: Any) -> Any:
         return self.tracer.emit("add", other, self)
 
-    def __sub__(self, other: Any) -> "Symbol":
+    def __sub__(self, other: Any) -> Any:
         return self.tracer.emit("sub", self, other)
 
-    def __rsub__(self, other: Any) -> "Symbol":
+    def __rsub__(self, other: Any) -> Any:
         return self.tracer.emit("sub", other, self)
 
-    def __mul__(self, other: Any) -> "Symbol":
+    def __mul__(self, other: Any) -> Any:
         return self.tracer.emit("mul", self, other)
 
-    def __rmul__(self, other: Any) -> "Symbol":
+    def __rmul__(self, other: Any) -> Any:
         return self.tracer.emit("mul", other, self)
 
-    def __truediv__(self, other: Any) -> "Symbol":
+    def __truediv__(self, other: Any) -> Any:
         return self.tracer.emit("div", self, other)
 
-    def __rtruediv__(self, other: Any) -> "Symbol":
+    def __rtruediv__(self, other: Any) -> Any:
         return self.tracer.emit("div", other, self)
 
-    def __floordiv__(self, other: Any) -> "Symbol":
+    def __floordiv__(self, other: Any) -> Any:
         return self.tracer.emit("floordiv", self, other)
 
-    def __rfloordiv__(self, other: Any) -> "Symbol":
+    def __rfloordiv__(self, other: Any) -> Any:
         return self.tracer.emit("floordiv", other, self)
 
-    def __mod__(self, other: Any) -> "Symbol":
+    def __mod__(self, other: Any) -> Any:
         return self.tracer.emit("mod", self, other)
 
-    def __rmod__(self, other: Any) -> "Symbol":
+    def __rmod__(self, other: Any) -> Any:
         return self.tracer.emit("mod", other, self)
 
-    def __pow__(self, other: Any) -> "Symbol":
+    def __pow__(self, other: Any) -> Any:
         return self.tracer.power(self, other)
 
-    def __rpow__(self, other: Any) -> "Symbol":
+    def __rpow__(self, other: Any) -> Any:
         return self.tracer.emit("pow", other, self)
 
-    def __and__(self, other: Any) -> "Symbol":
+    def __and__(self, other: Any) -> Any:
         return self.tracer.emit("and", self, other)
 
-    def __rand__(self, other: Any) -> "Symbol":
+    def __rand__(self, other: Any) -> Any:
         return self.tracer.emit("and", other, self)
 
-    def __or__(self, other: Any) -> "Symbol":
+    def __or__(self, other: Any) -> Any:
         return self.tracer.emit("or", self, other)
 
-    def __ror__(self, other: Any) -> "Symbol":
+    def __ror__(self, other: Any) -> Any:
         return self.tracer.emit("or", other, self)
 
-    def __xor__(self, other: Any) -> "Symbol":
+    def __xor__(self, other: Any) -> Any:
         return self.tracer.emit("xor", self, other)
 
-    def __rxor__(self, other: Any) -> "Symbol":
+    def __rxor__(self, other: Any) -> Any:
         return self.tracer.emit("xor", other, self)
 
-    def __lshift__(self, other: Any) -> "Symbol":
+    def __lshift__(self, other: Any) -> Any:
         return self.tracer.emit("shl", self, other)
 
-    def __rlshift__(self, other: Any) -> "Symbol":
+    def __rlshift__(self, other: Any) -> Any:
         return self.tracer.emit("shl", other, self)
 
-    def __rshift__(self, other: Any) -> "Symbol":
+    def __rshift__(self, other: Any) -> Any:
         return self.tracer.emit("shr", self, other)
 
-    def __rrshift__(self, other: Any) -> "Symbol":
+    def __rrshift__(self, other: Any) -> Any:
         return self.tracer.emit("shr", other, self)
 
-    def __lt__(self, other: Any) -> "Symbol":
+    def __lt__(self, other: Any) -> Any:
         return self.tracer.emit("lt", self, other)
 
-    def __le__(self, other: Any) -> "Symbol":
+    def __le__(self, other: Any) -> Any:
         return self.tracer.emit("le", self, other)
 
-    def __gt__(self, other: Any) -> "Symbol":
+    def __gt__(self, other: Any) -> Any:
         return self.tracer.emit("gt", self, other)
 
-    def __ge__(self, other: Any) -> "Symbol":
+    def __ge__(self, other: Any) -> Any:
         return self.tracer.emit("ge", self, other)
 
-    def __eq__(self, other: Any) -> "Symbol":  # type: ignore[override]  # a comparison is traced, not answered
+    def __eq__(self, other: Any) -> Any:  # a comparison is traced, not answered
         return self.tracer.emit("eq", self, other)
 
-    def __ne__(self, other: Any) -> "Symbol":  # type: ignore[override]  # likewise
+    def __ne__(self, other: Any) -> Any:
         return self.tracer.emit("ne", self, other)
 
-    def __neg__(self) -> "Symbol":
+    def __neg__(self) -> Any:
         return self.tracer.emit("neg", self)
 
-    def __pos__(self) -> "Symbol":
+    def __pos__(self) -> "Traced":
         if self.dtype == torch.bool:
             raise undefined("pos", [self.dtype])
         return self
 
-    def __abs__(self) -> "Symbol":
+    def __abs__(self) -> Any:
         return self.tracer.emit("abs", self)
 
-    def __invert__(self) -> "Symbol":
+    def __invert__(self) -> Any:
         return self.tracer.emit("not", self)
+
+
+class Symbol(Traced):
+    """A value that differs for every (b, h, q, kv); it behaves like a 0-d tensor."""
+
+    def __init__(self, tracer: Trace, at: int) -> None:
+        self.tracer = tracer
+        self.at = at
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPE_OF[self.tracer.tape.type(self.at).dtype]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([])
+
+    def __iter__(self) -> Any:
+        raise refuse("b, h, q, kv and score are single values and cannot be iterated or unpacked")
+
+    def __len__(self) -> int:
+        raise refuse("b, h, q, kv and score are single values without a length")

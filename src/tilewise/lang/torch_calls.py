@@ -8,8 +8,8 @@ import torch
 
 from tilewise.errors import TraceError
 from tilewise.lang.refusals import BRANCHING, WRITING, refuse
-from tilewise.lang.rows import RowProduct
-from tilewise.lang.symbol import Symbol, Traced
+from tilewise.lang.rows import part
+from tilewise.lang.symbol import Traced
 from tilewise.lang.torch_functions import FUNCTIONS, OPERATORS, where_method
 from tilewise.lang.tracer import tracer_of
 
@@ -61,14 +61,7 @@ BY_FUNCTION = _by_function()
 CUSTOM_OPERATORS = {"approx.tanh": BY_FUNCTION[torch.tanh]}  # the name users know a hardware tanh by; here it is exact
 
 
-INSTEAD = {
-    "frac": "x - torch.trunc(x)",
-    "lerp": "x + weight * (y - x)",
-    "hypot": "torch.sqrt(x * x + y * y)",
-    "cumsum": "the sum before the call, and load from it",
-    "isclose": "(x - y).abs() <= tolerance",
-    "nan_to_num": "torch.where(x == x, x, 0.0)",
-}
+INSTEAD = {"hypot": "torch.sqrt(x * x + y * y)", "cumsum": "the sum before the call, and load from it"}
 
 
 def unknown(name: str) -> TraceError:
@@ -105,23 +98,29 @@ def _torch_function(cls: type, func: Any, types: Any, args: tuple[Any, ...] = ()
     return called(func, args, kwargs or {})
 
 
-def _missing(self: Symbol, name: str) -> Any:
+def _missing(self: Traced, name: str) -> Any:
     if name.startswith("__"):  # a protocol that Python or a library asks for
         raise AttributeError(name)
     raise unknown(name)
 
 
 def _method(h: Handler) -> Callable[..., Any]:
-    def method(self: Symbol, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Traced, *args: Any, **kwargs: Any) -> Any:
         return h((self, *args), kwargs)
 
     method.__name__ = h.name
     return method
 
 
+def _getitem(self: Traced, index: Any) -> Any:
+    return part(self, index if isinstance(index, tuple) else (index,))
+
+
 Traced.__torch_function__ = classmethod(_torch_function)
-Symbol.__getattr__ = _missing  # type: ignore[attr-defined]  # set here, since Symbol does not know torch's functions
-RowProduct.sum = _method(BY_FUNCTION[torch.Tensor.sum])  # type: ignore[attr-defined]  # likewise
+setattr(Traced, "__getattr__", _missing)  # noqa: B010  # set here, since values do not know torch's functions
+setattr(Traced, "__getitem__", _getitem)  # noqa: B010  # likewise
 for _name in FUNCTIONS:
-    if hasattr(torch.Tensor, _name) and _name not in ("dot", "inner", "matmul"):
-        setattr(Symbol, _name, _method(BY_FUNCTION[getattr(torch.Tensor, _name)]))
+    if hasattr(torch.Tensor, _name):
+        setattr(Traced, _name, _method(BY_FUNCTION[getattr(torch.Tensor, _name)]))
+for _name in ("__matmul__", "__rmatmul__"):
+    setattr(Traced, _name, _method(handler("@", OPERATORS[_name])))

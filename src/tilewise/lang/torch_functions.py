@@ -3,27 +3,32 @@
 Their parameters are named as torch names them; what else a caller passes is refused by name.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewise.lang.refusals import refuse
-from tilewise.lang.rows import Incomplete, Row, RowProduct
-from tilewise.lang.symbol import Symbol, Trace
+from tilewise.lang import rows
+from tilewise.lang.reductions import REDUCTIONS
+from tilewise.lang.refusals import refuse, undefined
+from tilewise.lang.symbol import Symbol, Trace, Traced
 from tilewise.lang.tracer import tracer_of
 from tilewise.lang.types import NAME_OF
 
+LN2 = math.log(2.0)
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946  # torch's
+
 
 def unary(op: str) -> Callable[..., Any]:
-    def apply(input: Any) -> Symbol:
+    def apply(input: Any) -> Any:
         return tracer_of((input,)).emit(op, input)
 
     return apply
 
 
 def binary(op: str) -> Callable[..., Any]:
-    def apply(input: Any, other: Any) -> Symbol:
+    def apply(input: Any, other: Any) -> Any:
         return tracer_of((input, other)).emit(op, input, other)
 
     return apply
@@ -39,7 +44,7 @@ def swapped(f: Callable[..., Any]) -> Callable[..., Any]:
 def activation(op: str) -> Callable[..., Any]:
     """torch.nn.functional passes `inplace` along."""
 
-    def apply(input: Any, inplace: bool = False) -> Symbol:
+    def apply(input: Any, inplace: bool = False) -> Any:
         _refuse_in_place(op, inplace)
         return tracer_of((input,)).emit(op, input)
 
@@ -47,7 +52,7 @@ def activation(op: str) -> Callable[..., Any]:
 
 
 def scaled_sum(op: str) -> Callable[..., Any]:
-    def apply(input: Any, other: Any, *, alpha: Any = 1) -> Symbol:
+    def apply(input: Any, other: Any, *, alpha: Any = 1) -> Any:
         tracer = tracer_of((input, other, alpha))
         if isinstance(alpha, int) and alpha == 1:
             return tracer.emit(op, input, other)
@@ -59,17 +64,17 @@ def scaled_sum(op: str) -> Callable[..., Any]:
     return apply
 
 
-def power(input: Any, exponent: Any) -> Symbol:
+def power(input: Any, exponent: Any) -> Any:
     return tracer_of((input, exponent)).power(input, exponent)
 
 
-def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Symbol:
+def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     tracer = tracer_of((input, other))
     if rounding_mode is None:
         return tracer.emit("div", input, other)
     if rounding_mode not in ("floor", "trunc"):
         raise refuse(f"div takes rounding_mode None, 'floor' or 'trunc', got {rounding_mode!r}")
-    input, other = Symbol(tracer, tracer.operand(input)), Symbol(tracer, tracer.operand(other))  # each is used twice
+    input, other = tracer.value(input), tracer.value(other)  # each is used twice
     down = tracer.emit("floordiv", input, other)
     if rounding_mode == "floor":
         return down
@@ -96,33 +101,33 @@ def clamp_max(input: Any, max: Any) -> Any:
     return clamp(input, max=max)
 
 
-def where(condition: Any, input: Any, other: Any) -> Symbol:
+def where(condition: Any, input: Any, other: Any) -> Any:
     return tracer_of((condition, input, other)).emit("where", condition, input, other)
 
 
-def where_method(input: Any, condition: Any, other: Any) -> Symbol:
+def where_method(input: Any, condition: Any, other: Any) -> Any:
     """x.where(condition, other): x comes first, unlike in torch.where."""
     return where(condition, input, other)
 
 
-def truth(tracer: Trace, x: Any) -> Symbol:
-    return tracer.cast(Symbol(tracer, tracer.operand(x)), "bool")
+def truth(tracer: Trace, x: Any) -> Any:
+    return tracer.cast(tracer.value(x), "bool")
 
 
-def logical(op: str) -> Callable[..., Symbol]:
-    def apply(input: Any, other: Any) -> Symbol:
+def logical(op: str) -> Callable[..., Any]:
+    def apply(input: Any, other: Any) -> Any:
         tracer = tracer_of((input, other))
         return tracer.emit(op, truth(tracer, input), truth(tracer, other))
 
     return apply
 
 
-def logical_not(input: Any) -> Symbol:
+def logical_not(input: Any) -> Any:
     tracer = tracer_of((input,))
     return tracer.emit("not", truth(tracer, input))
 
 
-def square(input: Any) -> Symbol:
+def square(input: Any) -> Any:
     return power(input, 2)
 
 
@@ -144,8 +149,93 @@ def isfinite(input: Any) -> Any:
 
 def masked_fill(input: Any, mask: Any, value: Any) -> Any:
     tracer = tracer_of((input, mask, value))
-    kept = Symbol(tracer, tracer.operand(input))
+    kept = tracer.value(input)
     return tracer.cast(where(mask, value, kept), NAME_OF[kept.dtype])
+
+
+def isposinf(input: Any) -> Any:
+    return input == float("inf")
+
+
+def isneginf(input: Any) -> Any:
+    return input == -float("inf")
+
+
+def isclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
+    input, other = _values(input, other)
+    near = (input == other) | (isfinite(other) & (abs(input - other) <= atol + abs(rtol * other)))
+    return near | (isnan(input) & isnan(other)) if equal_nan else near
+
+
+def fmin(input: Any, other: Any) -> Any:
+    input, other = _values(input, other)
+    return where((input <= other) | isnan(other), input, other)
+
+
+def fmax(input: Any, other: Any) -> Any:
+    input, other = _values(input, other)
+    return where((input >= other) | isnan(other), input, other)
+
+
+def _values(*given: Any) -> list[Traced]:
+    """Operands that are used several times: a number among them shall be one argument of the program."""
+    tracer = tracer_of(given)
+    return [tracer.value(x) for x in given]
+
+
+def frac(input: Any) -> Any:
+    if not input.dtype.is_floating_point:
+        raise undefined("frac", [input.dtype])
+    return input - FUNCTIONS["trunc"](input)
+
+
+def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    if not input.dtype.is_floating_point:
+        return input
+    ends = torch.finfo(input.dtype)
+    above = where(isposinf(input), ends.max if posinf is None else posinf, input)
+    below = where(isneginf(input), ends.min if neginf is None else neginf, above)
+    return where(isnan(input), 0.0 if nan is None else nan, below)
+
+
+def lerp(input: Any, end: Any, weight: Any) -> Any:
+    """From the nearer end, as torch computes it; a weight that is a number has chosen it already."""
+    if isinstance(weight, (int, float)):
+        return input + weight * (end - input) if abs(weight) < 0.5 else end - (end - input) * (1 - weight)
+    input, end, weight = _values(input, end, weight)
+    return where(abs(weight) < 0.5, input + weight * (end - input), end - (end - input) * (1 - weight))
+
+
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    tracer = tracer_of((input, tensor1, tensor2, value))
+    return tracer.emit("add", input, tracer.emit("mul", _times(tracer, tensor1, value), tensor2))
+
+
+def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    tracer = tracer_of((input, tensor1, tensor2, value))
+    return tracer.emit("add", input, tracer.emit("div", _times(tracer, tensor1, value), tensor2))
+
+
+def _times(tracer: Trace, input: Any, value: Any) -> Any:
+    return input if isinstance(value, int) and value == 1 else tracer.emit("mul", input, value)
+
+
+def xlogy(input: Any, other: Any) -> Any:
+    """x log(y); 0 at x = 0 whatever y is, but for NaN. Where the logarithm would not be finite it is of 1, and so is its derivative."""
+    input, other = _values(input, other)
+    nothing = (input == 0) & ((other <= 0) | isposinf(other))
+    return where(nothing, 0.0, input * FUNCTIONS["log"](where(nothing, 1.0, other)))
+
+
+def logaddexp2(input: Any, other: Any) -> Any:
+    return FUNCTIONS["logaddexp"](input * LN2, other * LN2) / LN2
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    def apply(input: Any) -> Any:
+        return input * factor
+
+    return apply
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
@@ -184,33 +274,53 @@ def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: b
     return where(input <= min_val, min_val, where(input >= max_val, max_val, input))  # unlike clamp, flat where it begins to cut
 
 
+def relu6(input: Any, inplace: bool = False) -> Any:
+    return hardtanh(input, 0.0, 6.0, inplace)
+
+
+def hardsigmoid(input: Any, inplace: bool = False) -> Any:
+    return relu6(input + 3.0, inplace) / 6.0
+
+
+def hardswish(input: Any, inplace: bool = False) -> Any:
+    return input * hardsigmoid(input, inplace)
+
+
+def mish(input: Any, inplace: bool = False) -> Any:
+    _refuse_in_place("mish", inplace)
+    return input * FUNCTIONS["tanh"](softplus(input))
+
+
+def softsign(input: Any) -> Any:
+    return input / (1.0 + abs(input))
+
+
+def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    _refuse_in_place("celu", inplace)
+    return where(input > 0, input, alpha * FUNCTIONS["expm1"](clamp(input, max=0.0) / alpha))
+
+
+def selu(input: Any, inplace: bool = False) -> Any:
+    return SELU_SCALE * elu(input, SELU_ALPHA, inplace)
+
+
 def _refuse_in_place(name: str, inplace: bool) -> None:
     if inplace:
         raise refuse(f"{name} with inplace=True changes a value in place; leave inplace out")
 
 
-def product_of_rows(input: Any, other: Any) -> Any:
-    if not isinstance(input, Row) and not isinstance(other, Row):
-        raise refuse("a product of single values is written x * y; rows are indexed in all dimensions but the last, as in torch.dot(a[b, h, q], c[b, h, kv])")
-    return RowProduct(input, other).dot()
+def unsqueeze(input: Any, dim: int) -> Any:
+    rank = len(input.shape)
+    if not -rank - 1 <= dim <= rank:
+        raise refuse(f"unsqueeze was given dim={dim}; a value of shape {tuple(input.shape)} takes {-rank - 1} to {rank}")
+    return rows.part(input, (*[slice(None)] * (dim % (rank + 1)), None))
 
 
-def dot(input: Any, tensor: Any) -> Any:
-    return product_of_rows(input, tensor)
-
-
-def summed(input: Any, dim: Any = None, keepdim: bool = False) -> Symbol:
-    """Of the products of two rows, or of a single element, which torch sums as if it were a row of one."""
-    dims = tuple(dim) if isinstance(dim, (tuple, list)) else () if dim is None else (dim,)
-    if len(dims) > 1 or any([type(d) is not int or d not in (0, -1) for d in dims]):
-        raise refuse(f"sum was given dim={dim!r}; rows and, as in torch, single values have one dimension, 0 or -1; leave dim out")
-    if isinstance(input, RowProduct):
-        if keepdim:
-            raise refuse("sum of a row with keepdim=True would be a row of one element; leave keepdim out")
-        return input.total()
-    tracer = tracer_of((input,))
-    element = Symbol(tracer, tracer.operand(input))
-    return element if element.dtype.is_floating_point else tracer.cast(element, "i64")  # integers and booleans are counted in 64 bits
+def squeeze(input: Any, dim: int) -> Any:
+    rank = max(len(input.shape), 1)
+    if not -rank <= dim < rank:
+        raise refuse(f"squeeze was given dim={dim}; a value of shape {tuple(input.shape)} takes {-rank} to {rank - 1}")
+    return input if isinstance(input, Symbol) or input.shape[dim] != 1 else rows.part(input, (*[slice(None)] * (dim % rank), 0))
 
 
 def positive(input: Any) -> Any:
@@ -224,14 +334,14 @@ def typed(input: Any, dtype: Any) -> Any:
 
 
 def type_as(input: Any, other: Any) -> Any:
-    if not isinstance(other, (torch.Tensor, Symbol, Incomplete)):
+    if not isinstance(other, (torch.Tensor, Traced)):
         raise refuse(f"type_as takes the value or tensor whose dtype is wanted, got {other!r}; a dtype goes to .to(dtype)")
     return converter(other.dtype)(input)
 
 
 def convert(input: Any, device: Any = None, dtype: Any = None, non_blocking: Any = False, copy: bool = False, *, memory_format: Any = None) -> Any:
     """`.to(...)`: a dtype converts; a device changes nothing. A dtype, or a value to be like, may also stand in the device's place."""
-    if isinstance(device, (torch.Tensor, Symbol, Incomplete)):
+    if isinstance(device, (torch.Tensor, Traced)):
         device = device.dtype
     if isinstance(device, torch.dtype):
         if not (dtype is None or isinstance(dtype, bool)):  # what follows is `non_blocking`
@@ -257,7 +367,7 @@ def converter(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def filled(
-    input: Symbol,
+    input: Traced,
     size: Any,
     fill_value: Any,
     *,
@@ -266,7 +376,7 @@ def filled(
     device: Any = None,
     pin_memory: bool = False,
     requires_grad: bool = False,
-) -> Symbol:
+) -> Any:
     """A 0-d constant."""
     shape = (size,) if isinstance(size, int) else tuple(size)
     if len(shape) != 0:
@@ -277,7 +387,7 @@ def filled(
 
 
 def filled_like(
-    input: Symbol,
+    input: Traced,
     fill_value: Any,
     *,
     dtype: torch.dtype | None = None,
@@ -286,13 +396,13 @@ def filled_like(
     pin_memory: bool = False,
     requires_grad: bool = False,
     memory_format: Any = None,
-) -> Symbol:
-    return filled(input, (), fill_value, dtype=dtype)
+) -> Any:
+    return rows.filled(input, filled(input, (), fill_value, dtype=dtype))
 
 
-def new_constant(value: int) -> Callable[..., Symbol]:
+def new_constant(value: int) -> Callable[..., Any]:
     def make(
-        input: Symbol,
+        input: Traced,
         size: Any,
         *,
         dtype: torch.dtype | None = None,
@@ -300,15 +410,15 @@ def new_constant(value: int) -> Callable[..., Symbol]:
         device: Any = None,
         pin_memory: bool = False,
         requires_grad: bool = False,
-    ) -> Symbol:
+    ) -> Any:
         return filled(input, size, Symbol(input.tracer, input.tracer.tape.literal(value)), dtype=dtype)
 
     return make
 
 
-def constant_like(value: int) -> Callable[..., Symbol]:
+def constant_like(value: int) -> Callable[..., Any]:
     def make(
-        input: Symbol,
+        input: Traced,
         *,
         dtype: torch.dtype | None = None,
         layout: Any = None,
@@ -316,17 +426,17 @@ def constant_like(value: int) -> Callable[..., Symbol]:
         pin_memory: bool = False,
         requires_grad: bool = False,
         memory_format: Any = None,
-    ) -> Symbol:
-        return filled(input, (), Symbol(input.tracer, input.tracer.tape.literal(value)), dtype=dtype)
+    ) -> Any:
+        return filled_like(input, Symbol(input.tracer, input.tracer.tape.literal(value)), dtype=dtype)
 
     return make
 
 
-def unchanged(input: Symbol, *, memory_format: Any = None) -> Symbol:
+def unchanged(input: Any, *, memory_format: Any = None) -> Any:
     return input
 
 
-def to_cuda(input: Symbol, device: Any = None, non_blocking: bool = False, *, memory_format: Any = None) -> Symbol:
+def to_cuda(input: Any, device: Any = None, non_blocking: bool = False, *, memory_format: Any = None) -> Any:
     return input
 
 
@@ -376,8 +486,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "masked_fill": masked_fill,
     "minimum": binary("minimum"),
     "maximum": binary("maximum"),
-    "min": binary("minimum"),
-    "max": binary("maximum"),
     "clamp": clamp,
     "clip": clamp,
     "clamp_min": clamp_min,
@@ -392,6 +500,20 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "isnan": isnan,
     "isinf": isinf,
     "isfinite": isfinite,
+    "isposinf": isposinf,
+    "isneginf": isneginf,
+    "isclose": isclose,
+    "fmin": fmin,
+    "fmax": fmax,
+    "frac": frac,
+    "nan_to_num": nan_to_num,
+    "lerp": lerp,
+    "addcmul": addcmul,
+    "addcdiv": addcdiv,
+    "xlogy": xlogy,
+    "logaddexp2": logaddexp2,
+    "deg2rad": scaled(math.pi / 180),
+    "rad2deg": scaled(180 / math.pi),
     "exp": unary("exp"),
     "exp2": unary("exp2"),
     "log": unary("log"),
@@ -405,6 +527,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sin": unary("sin"),
     "cos": unary("cos"),
     "tan": unary("tan"),
+    "asin": unary("asin"),
+    "arcsin": unary("asin"),
+    "acos": unary("acos"),
+    "arccos": unary("acos"),
     "atan": unary("atan"),
     "arctan": unary("atan"),
     "atan2": binary("atan2"),
@@ -412,6 +538,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sinh": unary("sinh"),
     "cosh": unary("cosh"),
     "tanh": unary("tanh"),
+    "asinh": unary("asinh"),
+    "arcsinh": unary("asinh"),
+    "acosh": unary("acosh"),
+    "arccosh": unary("acosh"),
+    "atanh": unary("atanh"),
+    "arctanh": unary("atanh"),
     "sigmoid": unary("sigmoid"),
     "expit": unary("sigmoid"),
     "erf": unary("erf"),
@@ -424,6 +556,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "elu": elu,
     "leaky_relu": leaky_relu,
     "hardtanh": hardtanh,
+    "relu6": relu6,
+    "hardsigmoid": hardsigmoid,
+    "hardswish": hardswish,
+    "mish": mish,
+    "softsign": softsign,
+    "celu": celu,
+    "selu": selu,
     "to": convert,
     "type": typed,
     "type_as": type_as,
@@ -448,14 +587,20 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "contiguous": unchanged,
     "cpu": unchanged,
     "cuda": to_cuda,
-    "dot": dot,
-    "inner": product_of_rows,
-    "matmul": product_of_rows,
-    "sum": summed,
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    **REDUCTIONS,
+    "inner": REDUCTIONS["dot"],
+    "matmul": REDUCTIONS["dot"],
 }
 
 # What Python's operators call on a real tensor that meets a symbol.
-OPERATORS: dict[str, Callable[..., Any]] = {"__pow__": power, "__rpow__": swapped(power), "__matmul__": product_of_rows}
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "__pow__": power,
+    "__rpow__": swapped(power),
+    "__matmul__": REDUCTIONS["dot"],
+    "__rmatmul__": swapped(REDUCTIONS["dot"]),
+}
 for _name, _op in (
     ("add", "add"),
     ("sub", "sub"),

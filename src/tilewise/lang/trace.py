@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tilewise.errors import TraceError
 from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Instruction, finish, program_of
 from tilewise.lang.refusals import WRITING, refuse
-from tilewise.lang.rows import Incomplete
+from tilewise.lang.rows import Row
 from tilewise.lang.symbol import Symbol
 from tilewise.lang.torch_calls import called
 from tilewise.lang.tracer import Tracer, has_symbol
@@ -126,7 +126,7 @@ def _operand_of_result(tracer: Tracer, result: Any, function: Callable[..., Any]
         problem = "None; a mask or score function must return its value"
     elif isinstance(result, torch.Tensor) and result.dim() != 0:
         problem = f"a captured tensor of shape {tuple(result.shape)} whole; index it with b, h, q or kv, for instance tensor[h] or tensor[q, kv]"
-    elif isinstance(result, Incomplete):
+    elif isinstance(result, Row):
         problem = result.described()
     if problem is not None:
         raise TraceError(f"{name_of(function)}{defined_at(function)} returned {problem}")

@@ -7,11 +7,9 @@ import torch
 from tilewise.lang.ops import OPS, infer
 from tilewise.lang.program import Tape
 from tilewise.lang.refusals import refuse, undefined
-from tilewise.lang.rows import Incomplete, Row
+from tilewise.lang.rows import CapturedRow, Row, broadcast, constant, element_of, elementwise, made
 from tilewise.lang.symbol import Symbol, Trace, Traced
 from tilewise.lang.types import DTYPE_OF, NAME_OF
-
-VIEWS = {slice: "a slice", type(None): "None", type(...): "an ellipsis"}  # what may index a tensor but not one element
 
 
 class Tracer:
@@ -49,19 +47,22 @@ class Tracer:
         if isinstance(value, (float, torch.SymFloat)):
             self.floats.append(float(value) if isinstance(value, float) else value)  # type: ignore[arg-type]  # likewise
             return self.tape.float_slot(len(self.floats) - 1)
-        if isinstance(value, torch.Tensor):
-            return self._whole_tensor(value)
-        if isinstance(value, Incomplete):
-            raise value.incomplete()
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return self.tape.load(self.capture(value), NAME_OF[value.dtype], ())
+        if isinstance(value, (torch.Tensor, Row)):
+            row = self.value(value)
+            assert isinstance(row, Row)
+            raise row.incomplete()
         return self._foreign(value)
 
-    def _whole_tensor(self, tensor: torch.Tensor) -> int:
-        if tensor.dim() != 0:
-            raise refuse(
-                f"a captured tensor of shape {tuple(tensor.shape)} is used whole; a mask or score sees one element at a "
-                "time, so index it with b, h, q or kv, for instance tensor[h] or tensor[q - kv + offset]"
-            )
-        return self.tape.load(self.capture(tensor), NAME_OF[tensor.dtype], ())
+    def value(self, value: Any) -> Traced:
+        """What a function computes with as a symbol, or as a row: a captured tensor with dimensions is one."""
+        if isinstance(value, Traced):
+            return value
+        if isinstance(value, torch.Tensor) and value.dim() != 0:
+            self.capture(value)
+            return CapturedRow(self, value, [slice(None)] * value.dim(), list(range(value.dim())))
+        return Symbol(self, self.operand(value))
 
     def _foreign(self, value: Any) -> int:
         """Numbers of other libraries (numpy's, say)."""
@@ -73,47 +74,78 @@ class Tracer:
             return self.operand(value.__float__())
         raise refuse(f"{type(value).__name__} {value!r} cannot be used with b, h, q, kv or score; use numbers or tensors")
 
-    def emit(self, op: str, *values: Any) -> Symbol:
-        args = tuple([self.operand(v) for v in values])
+    def emit(self, op: str, *values: Any) -> Any:
+        operands = [self.value(v) for v in values]
+        if any([isinstance(x, Row) for x in operands]):
+            return elementwise(self, lambda *elements: self.emit(op, *elements), operands)
+        args = tuple([self.operand(x) for x in operands])
         types = tuple([self.tape.type(a) for a in args])
         if not OPS[op].takes(*types):
             raise undefined(op, [DTYPE_OF[t.dtype] for t in types])
         return Symbol(self, self.tape.put(op, args, "", infer(OPS[op], types)))
 
-    def power(self, base: Any, exponent: Any) -> Symbol:
+    def power(self, base: Any, exponent: Any) -> Any:
         """An exponent written as a number is part of the structure: x ** 2 is compiled as a product."""
         if not isinstance(exponent, (int, float)):
             return self.emit("pow", base, exponent)
         _check_fits(exponent)
         return self.emit("pow", base, Symbol(self, self.tape.literal(exponent)))
 
-    def cast(self, value: Symbol, dtype: str) -> Symbol:
-        if self.tape.type(value.at).dtype == dtype and self.tape.type(value.at).level > 0:
+    def cast(self, value: Traced, dtype: str) -> Any:
+        if isinstance(value, Row):
+            return elementwise(self, lambda element: self.cast(element, dtype), [value])
+        at = self.operand(value)
+        if self.tape.type(at).dtype == dtype and self.tape.type(at).level > 0:
             return value
-        return Symbol(self, self.tape.put("cast", (value.at,), dtype, infer(OPS["cast"], (self.tape.type(value.at),), dtype)))
+        return Symbol(self, self.tape.put("cast", (at,), dtype, infer(OPS["cast"], (self.tape.type(at),), dtype)))
 
-    def load(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Symbol | Row:
-        for i in index:
-            if type(i) in VIEWS:
-                raise refuse(
-                    f"a captured tensor of shape {tuple(tensor.shape)} is indexed with {VIEWS[type(i)]}; a mask or score sees one element at a time, "
-                    "so give one index for each dimension, and take parts of tensors outside the function"
-                )
-        if len(index) > tensor.dim():
-            raise refuse(f"{len(index)} indices for a captured tensor of shape {tuple(tensor.shape)}")
-        for i, size in zip(index, tensor.shape, strict=False):
+    def load(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Any:
+        """tensor[index]: a symbol, or a row where dimensions are left."""
+        if len(index) != tensor.dim() or any([_is_view(i) for i in index]):
+            self.capture(tensor)
+            if any([_is_row(i) for i in index]):
+                return self._gathered(tensor, index)
+            whole = self.value(tensor)
+            assert isinstance(whole, Row)
+            return whole.part(tuple([i if i is None or i is ... or isinstance(i, (slice, int)) else self.value(i) for i in index]))
+        for i, size in zip(index, tensor.shape, strict=True):
             if isinstance(i, int) and not -size <= i < size:
                 raise refuse(f"index {i} is outside a dimension of size {size} of a captured tensor of shape {tuple(tensor.shape)}")
-        at = [self.operand(i) for i in index]
-        for a in at:
-            if self.tape.type(a).is_float or self.tape.type(a).is_bool:
-                raise refuse(f"a captured tensor is indexed with a {self.tape.type(a).dtype} value; indices must be integers (use .long())")
+        at = [self._index(i) for i in index]
         slot = self.capture(tensor)
-        if len(index) < tensor.dim():
-            return Row(self, tensor, index)
         if tensor.numel() == 0:
             raise refuse(f"a captured tensor of shape {tuple(tensor.shape)} has no element to load")
         return Symbol(self, self.tape.load(slot, NAME_OF[tensor.dtype], tuple(at)))
+
+    def _index(self, value: Any) -> int:
+        at = self.operand(value)
+        if self.tape.type(at).is_float or self.tape.type(at).is_bool:
+            raise refuse(f"a captured tensor is indexed with a {self.tape.type(at).dtype} value; indices must be integers (use .long())")
+        return at
+
+    def _gathered(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Row:
+        """A captured tensor indexed by rows: the shape they broadcast to, and then what is left of the tensor's dimensions."""
+        if any([i is None or i is ... or isinstance(i, slice) for i in index]) or len(index) > tensor.dim():
+            raise refuse(f"a captured tensor of shape {tuple(tensor.shape)} is indexed with rows and with slices; take parts of tensors outside the function")
+        operands = [self.value(i) for i in index]
+        shape = broadcast([tuple(x.shape) for x in operands])
+        n = len(shape)
+
+        def make(position: tuple[int, ...]) -> Symbol:
+            at = [element_of(x, position[:n]) for x in operands]
+            loaded: Symbol = self.load(tensor, (*at, *[constant(self, k) for k in position[n:]]))
+            return loaded
+
+        return made(self, shape + tuple(tensor.shape)[len(index) :], make, lambda: self.cast(constant(self, 0), NAME_OF[tensor.dtype]))
+
+
+def _is_row(index: Any) -> bool:
+    return isinstance(index, Row) or (isinstance(index, torch.Tensor) and index.dim() != 0)
+
+
+def _is_view(index: Any) -> bool:
+    """What may index a tensor, but not one element of it."""
+    return index is None or index is ... or isinstance(index, slice) or _is_row(index)
 
 
 def _check_fits(value: Any) -> None:

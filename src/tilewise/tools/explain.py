@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.attention import problem_of_call
 from tilewise.core.map_cache import map_of
-from tilewise.core.problem import Options, Problem
+from tilewise.core.problem import FLOAT8, Options, Problem
 from tilewise.engines import ENGINES, Engine, Request
 from tilewise.frontend.dispatch import INTENTS, check_name, choose, requested_backend
 from tilewise.frontend.token_order import ordering
@@ -38,6 +38,7 @@ class Explanation:
     skipped_tiles: int
     flops: int
     order: str = ""  # of the tokens, where the mask is on a grid
+    converted: str = ""  # which tensors are, before the engine sees them
 
     def __str__(self) -> str:
         total = self.computed_tiles + self.skipped_tiles
@@ -50,6 +51,7 @@ class Explanation:
                 f"attention {self.problem}, mask {self.mask}",
                 f"backend {self.backend!r} (from {self.source}): " + (f"engine {self.engine}" if self.engine else "no engine can serve this"),
                 *table,
+                *([self.converted] if self.converted else []),
                 *([f"order of tokens: {self.order}"] if self.order else []),
                 f"tiles of {TILE[0]} x {TILE[1]}: {self.computed_tiles} of {total} computed{share}; "
                 f"forward {self.flops / 1e9:.3g} GFLOP, backward {2.5 * self.flops / 1e9:.3g}",
@@ -98,7 +100,12 @@ def explain(
         computed, pairs, total = tile_map.computed_tiles * repeats, tile_map.computed_pairs() * repeats, tile_map.total_tiles * repeats
     verdicts = tuple(_verdict(e, problem, chosen, said, name) for e in ENGINES)
     flops = 2 * (problem.head_dim + problem.v_dim) * pairs
-    return Explanation(problem.describe(), mask_name, name, source, chosen, verdicts, computed, total - computed, flops, order)
+    return Explanation(problem.describe(), mask_name, name, source, chosen, verdicts, computed, total - computed, flops, order, _converted(query, key, value))
+
+
+def _converted(query: Tensor, key: Tensor, value: Tensor) -> str:
+    narrow = [f"{name} from {str(t.dtype).removeprefix('torch.')}" for name, t in (("key", key), ("value", value)) if t.dtype in FLOAT8]
+    return f"converted to {str(query.dtype).removeprefix('torch.')} first: {', '.join(narrow)}" if narrow else ""
 
 
 def _verdict(engine: Engine, problem: Problem, chosen: str | None, said: dict[str, str | None], backend: str) -> EngineVerdict:

@@ -15,7 +15,7 @@ from tilewise.engines.codegen import INT32, Extents, Layout, ProgramWriter
 from tilewise.lang import BoundProgram, Derivative, Program
 from tilewise.lang.ops import OPS
 from tilewise.lang.program import literal_value
-from tilewise.lang.types import FLOATS, INTEGERS, NUMBER, Type
+from tilewise.lang.types import FLOATS, INTEGERS, Type
 
 # The C++ type a value is computed in; 16-bit floats are float32 numbers that have been rounded to them.
 TYPE = {
@@ -121,9 +121,8 @@ class Writer(ProgramWriter):
         if name == "where":
             return f"{self._cast(args[0], 'bool')} ? {self._cast(args[1], dtype)} : {self._cast(args[2], dtype)}"
         computed = self._computed_in(args, type, dtype)
-        # torch computes on 16-bit floats in float32 and rounds the result; a Python number is not rounded to 16 bits before
-        levels = [self.program.instructions[a].type.level for a in args]
-        operands = [self._cast(a, "f32" if computed in ROUND and level == NUMBER else computed) for a, level in zip(args, levels, strict=True)]
+        # torch computes on 16-bit floats in float32 and rounds the result
+        operands = [self._cast(a, "f32" if computed in ROUND and self._is_wide(name, n, a) else computed) for n, a in enumerate(args)]
         text = SPECIAL[name](self, args, operands, computed) if name in SPECIAL else _text(name, computed).format(*operands)
         if type.is_bool:
             return text

@@ -11,13 +11,15 @@ a load whose index provably stays inside needs no clamping, and a division of no
 
 from collections.abc import Callable
 
+import torch
+
 from tilewise.engines.codegen import INT32, Extents, Layout, ProgramWriter
 from tilewise.engines.gpu.limits import interpreted
 from tilewise.lang import BoundProgram, Derivative, Program
 from tilewise.lang.derive import LoadSite
 from tilewise.lang.ops import OPS
 from tilewise.lang.program import literal_value
-from tilewise.lang.types import FLOATS, INTEGERS, Type
+from tilewise.lang.types import DTYPE_OF, FLOATS, INTEGERS, NUMBER, Type
 
 TL = {
     "bool": "tl.int1",
@@ -101,6 +103,15 @@ class Writer(ProgramWriter):
             return f"(v{k} != 0)"
         return self._as_float(k) if dtype == "f32" else f"v{k}.to({TL[dtype]})"
 
+    def _widened(self, k: int, narrow: str) -> str:
+        """Value k as float32, after it was rounded to 16 bits if it is a number."""
+        op, _, attr, type = self.program.instructions[k]
+        if type.level != NUMBER or (narrow == "bf16" and interpreted()):  # the interpreter rounds nothing to bfloat16
+            return self._cast(k, "f32")
+        if op == "literal":
+            return _literal(repr(float(torch.tensor(literal_value(attr), dtype=DTYPE_OF[narrow]))))
+        return f"v{k}.to({TL[narrow]}).to(tl.float32)"
+
     def _as_float(self, k: int) -> str:
         """An integer as float32. Conversion is slow on a GPU and float sums are not: where both are exact, q and kv are converted
         apart, as a column and a row, and the tile is computed from those."""
@@ -144,10 +155,9 @@ class Writer(ProgramWriter):
     def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
         if name == "where":
             return f"tl.where({self._cast(args[0], 'bool')}, {self._cast(args[1], dtype)}, {self._cast(args[2], dtype)})"
-        computed = self._computed_in(args, type, dtype)
-        if computed in ("f16", "bf16") and (OPS[name].triton_in_float32 or interpreted()):
-            computed = "f32"
-        operands = [self._cast(a, computed) for a in args]
+        narrow = self._computed_in(args, type, dtype)
+        computed = "f32" if narrow in ("f16", "bf16") and (OPS[name].triton_in_float32 or interpreted()) else narrow
+        operands = [self._cast(a, computed) if computed == narrow or self._is_wide(name, n, a) else self._widened(a, narrow) for n, a in enumerate(args)]
         text = SPECIAL[name](self, args, operands, computed) if name in SPECIAL else None
         if text is None:
             text = self._text(name, computed).format(*operands)

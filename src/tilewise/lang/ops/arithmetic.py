@@ -47,6 +47,7 @@ define(
     triton_of_bools="({0} & {1})",
     cpp="{0} * {1}",
     cpp_of_bools="{0} & {1}",
+    wide=(0, 1),
     special=True,
 )
 define(
@@ -60,6 +61,7 @@ define(
     triton_precise="tl.div_rn({0}, {1})",
     triton_in_float32=True,
     cpp="{0} / {1}",
+    wide=(0, 1),
     special=True,
 )
 
@@ -80,6 +82,7 @@ define(
     triton=None,
     triton_in_float32=True,
     cpp=None,
+    wide=(1,),
     special=True,
 )
 define(

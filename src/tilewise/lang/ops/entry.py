@@ -48,6 +48,7 @@ class Op:
     triton_fast: str | None = None  # of float32: good enough for scores of 16-bit inputs
     triton_precise: str | None = None  # of float32, where every rounding counts: some of Triton's own are off by a bit or two
     triton_in_float32: bool = False  # 16-bit floats are computed in float32, as torch does: Triton's function takes no others, or rounds on the way
+    wide: tuple[int, ...] = ()  # which operands, as numbers beside 16-bit floats, torch takes in float32; others it rounds to 16 bits before
     cpp_of_integers: str | None = None
     cpp_of_bools: str | None = None
 

@@ -213,6 +213,29 @@ define(
     cpp="atan2({0}, {1})",
 )
 
+define(
+    "asin",
+    1,
+    meaning=torch.asin,
+    result=float_of,
+    bounds=intervals.inside(-1.0, 1.0, intervals.increasing(torch.asin)),
+    derive=times(lambda t, x, out: emit(t, "rsqrt", emit(t, "sub", t.literal(1.0), emit(t, "mul", x, x)))),
+    triton="atan2({0}, tl.sqrt((1.0 - {0}) * (1.0 + {0})))",
+    triton_in_float32=True,
+    cpp="atan2({0}, sqrt((1 - {0}) * (1 + {0})))",
+)
+define(
+    "acos",
+    1,
+    meaning=torch.acos,
+    result=float_of,
+    bounds=intervals.inside(-1.0, 1.0, intervals.decreasing(torch.acos)),
+    derive=times(lambda t, x, out: emit(t, "neg", emit(t, "rsqrt", emit(t, "sub", t.literal(1.0), emit(t, "mul", x, x))))),
+    triton="atan2(tl.sqrt((1.0 - {0}) * (1.0 + {0})), {0})",
+    triton_in_float32=True,
+    cpp="atan2(sqrt((1 - {0}) * (1 + {0})), {0})",
+)
+
 # -- hyperbolic functions; tanh is among the activations -------------------------------------------------------------
 
 define(
@@ -236,6 +259,43 @@ define(
     triton="cosh({0})",
     triton_in_float32=True,
     cpp="cosh({0})",
+)
+
+# Their inverses by log1p, which loses nothing near 0 (acosh: near 1); of numbers whose square would overflow, log(2 x).
+
+define(
+    "asinh",
+    1,
+    meaning=torch.asinh,
+    result=float_of,
+    bounds=intervals.increasing(torch.asinh),
+    derive=times(lambda t, x, out: emit(t, "rsqrt", emit(t, "add", emit(t, "mul", x, x), t.literal(1.0)))),
+    triton="(tl.where({0} < 0, -1.0, 1.0) * tl.where(tl.abs({0}) > 1e4, tl.log(tl.abs({0})) + 0.6931471805599453, "
+    "log1p(tl.abs({0}) + {0} * {0} / (1.0 + tl.sqrt({0} * {0} + 1.0)))))",
+    triton_in_float32=True,
+    cpp="sign({0}) * (absolute({0}) > 10000 ? log(absolute({0})) + 0.6931471805599453 : log1p(absolute({0}) + {0} * {0} / (1 + sqrt({0} * {0} + 1))))",
+)
+define(
+    "acosh",
+    1,
+    meaning=torch.acosh,
+    result=float_of,
+    bounds=intervals.logarithm(torch.acosh, start=1.0),
+    derive=times(lambda t, x, out: emit(t, "rsqrt", emit(t, "sub", emit(t, "mul", x, x), t.literal(1.0)))),
+    triton="tl.where({0} > 1e4, tl.log({0}) + 0.6931471805599453, log1p({0} - 1.0 + tl.sqrt(({0} - 1.0) * ({0} + 1.0))))",
+    triton_in_float32=True,
+    cpp="{0} > 10000 ? log({0}) + 0.6931471805599453 : log1p({0} - 1 + sqrt(({0} - 1) * ({0} + 1)))",
+)
+define(
+    "atanh",
+    1,
+    meaning=torch.atanh,
+    result=float_of,
+    bounds=intervals.inside(-1.0, 1.0, intervals.increasing(torch.atanh)),
+    derive=lambda t, g, a, out: (emit(t, "div", g, emit(t, "sub", t.literal(1.0), emit(t, "mul", a[0], a[0]))),),
+    triton="(tl.where({0} < 0, -0.5, 0.5) * log1p(2.0 * tl.abs({0}) / (1.0 - tl.abs({0}))))",
+    triton_in_float32=True,
+    cpp="sign({0}) * log1p(2 * absolute({0}) / (1 - absolute({0}))) / 2",
 )
 
 # -- the error function ----------------------------------------------------------------------------------------------

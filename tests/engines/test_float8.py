@@ -1,0 +1,80 @@
+"""float8 keys and values beside a wider query, as torch's flex_attention takes them: converted exactly, on every engine, and the call is remembered."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
+
+import tilewise as tw
+from tilewise import masks
+from tilewise.engines.cpp import missing
+from tilewise.frontend import call_cache
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+ENGINES = ["reference", "blocked", "native", pytest.param("cpp", marks=pytest.mark.skipif(missing() is not None, reason=str(missing())))]
+
+
+def inputs(dtype: torch.dtype, narrow: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    return q.to(dtype), k.to(narrow), v.to(narrow)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("narrow", FLOAT8, ids=str)
+def test_is_the_same_as_converting_before(narrow: torch.dtype, engine: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        q, k, v = inputs(dtype, narrow)
+        out = tw.attention(q, k, v, is_causal=True, backend=engine)
+        assert out.dtype == dtype and torch.equal(out, tw.attention(q, k.to(dtype), v.to(dtype), is_causal=True, backend=engine))
+
+
+@pytest.mark.parametrize("narrow", FLOAT8, ids=str)
+def test_every_number_is_exact_in_16_bits(narrow: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(narrow)
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.testing.assert_close(every.to(dtype).double(), every.double(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("narrow", FLOAT8, ids=str)
+def test_agrees_with_torchs_flex_attention(narrow: torch.dtype) -> None:
+    q, k, v = inputs(torch.float32, narrow)
+
+    def score(s, b, h, i, j):  # type: ignore[no-untyped-def]
+        return s + 0.1 * (i - j)
+
+    for keys, values in ((k, v), (k, v.float()), (k.float(), v), (k, v.to(FLOAT8[0]))):
+        torch.testing.assert_close(tw.flex.flex_attention(q, keys, values, score), torchs.flex_attention(q, keys, values, score), rtol=1e-4, atol=1e-5)
+
+
+def test_the_query_gets_its_gradient_and_the_call_is_remembered() -> None:
+    q, k, v = inputs(torch.bfloat16, FLOAT8[0])
+    q.requires_grad_()
+    tw.attention(q, k, v, mask=masks.causal, backend="blocked")
+    known = len(call_cache._calls)
+    out = tw.attention(q, k, v, mask=masks.causal, backend="blocked")
+    assert len(call_cache._calls) == known > 0
+    wanted = tw.attention(q, k.bfloat16(), v.bfloat16(), mask=masks.causal, backend="blocked")
+    for x, y in zip(torch.autograd.grad(out.sum(), q), torch.autograd.grad(wanted.sum(), q), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_under_autocast_and_compiled() -> None:
+    q, k, v = inputs(torch.float32, FLOAT8[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = tw.attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, tw.attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+    compiled = torch.compile(tw.attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), tw.attention(q, k, v))
+
+
+def test_explain_says_so() -> None:
+    q, k, v = inputs(torch.bfloat16, FLOAT8[0])
+    assert "converted to bfloat16 first: key from float8_e4m3fn, value from float8_e4m3fn" in str(tw.explain(q, k, v))
+    assert "converted" not in str(tw.explain(q, q, q))
+
+
+def test_a_float8_query_is_refused() -> None:
+    q, k, v = inputs(FLOAT8[0], FLOAT8[0])
+    with pytest.raises(tw.InputError, match=r"query has dtype torch.float8_e4m3fn; allowed are .*, and for key and value float8_e4m3fn and float8_e5m2"):
+        tw.attention(q, k, v)
