@@ -18,7 +18,7 @@ from tests.support.cases import CASES
 from tests.support.error_rule import check
 from tilewise import masks, scores
 from tilewise.core import store
-from tilewise.engines.cpp import missing, run
+from tilewise.engines.cpp import compiler, missing, run
 from tilewise.engines.cpp.libraries import Counts
 
 available = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -236,8 +236,8 @@ print(json.dumps([said, Counts.built, Counts.loaded]))
 """
 
 
-def in_a_process(folder: Path, path: str) -> subprocess.Popen[str]:
-    environment = os.environ | {store.VARIABLE: str(folder / "store"), "PATH": path}
+def in_a_process(folder: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {store.VARIABLE: str(folder / "store")} | variables
     return subprocess.Popen([sys.executable, "-c", PLAIN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -261,7 +261,7 @@ FAULTS = {
 def test_without_a_working_compiler_blocked_serves(fault: str, tmp_path: Path) -> None:
     text, reason = FAULTS[fault]
     path = str(tmp_path) if text is None else fake_compiler(tmp_path / "bin", text)
-    process = in_a_process(tmp_path, path)
+    process = in_a_process(tmp_path, PATH=path, **{compiler.COMPILER: ""})
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     (auto, flex, cpp), _, _ = json.loads(stdout)
@@ -273,7 +273,6 @@ def test_without_a_working_compiler_blocked_serves(fault: str, tmp_path: Path) -
 
 def test_a_compiler_that_stops_working_is_replaced_by_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from tilewise.engines import cpp
-    from tilewise.engines.cpp import compiler
 
     def fail(source: str, extra: tuple[str, ...]) -> bytes:
         raise compiler.CompilerError("the C++ compiler ran out of disk")
@@ -290,7 +289,7 @@ def test_a_compiler_that_stops_working_is_replaced_by_blocked(tmp_path: Path, mo
 
 @available
 def test_cold_processes_at_once_build_once(tmp_path: Path) -> None:
-    processes = [in_a_process(tmp_path, os.environ["PATH"]) for _ in range(3)]
+    processes = [in_a_process(tmp_path) for _ in range(3)]
     outputs = [p.communicate(timeout=300) for p in processes]
     assert all(p.returncode == 0 for p in processes), outputs
     counts = [json.loads(stdout)[1:] for stdout, _ in outputs]
@@ -301,7 +300,7 @@ def test_cold_processes_at_once_build_once(tmp_path: Path) -> None:
 @available
 def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
     for _ in range(2):
-        process = in_a_process(tmp_path, os.environ["PATH"])
+        process = in_a_process(tmp_path)
         stdout, stderr = process.communicate(timeout=120)
         assert process.returncode == 0, stderr
         assert json.loads(stdout)[1] == 4
