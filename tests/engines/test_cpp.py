@@ -19,7 +19,8 @@ from tests.support.error_rule import check
 from tilewise import masks, scores
 from tilewise.core import store
 from tilewise.engines.cpp import compiler, missing, run
-from tilewise.engines.cpp.libraries import Counts
+from tilewise.engines.cpp.libraries import Counts, key_of
+from tilewise.engines.cpp.threads import POOL
 
 available = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -215,6 +216,27 @@ print(json.dumps([first.wanted, first.compiled, second.compiled, Counts.built - 
     wanted, compiled, again, at_run = json.loads(ran.stdout)
     assert wanted == 6 and compiled == 5  # the pool was built to see whether the compiler works
     assert again == 0 and at_run == 0
+
+
+@available
+@pytest.mark.parametrize("variable", [compiler.COMPILER, compiler.TARGET])
+def test_what_is_compiled_in_another_way_is_kept_apart(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = key_of(POOL)
+    monkeypatch.setenv(variable, "haswell" if variable == compiler.TARGET else f"{fake_compiler(tmp_path / 'bin', 'exit 1')}/g++")
+    assert key_of(POOL) != usual
+
+
+def test_a_compiler_that_is_named_but_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.COMPILER, "no-such-compiler")
+    with pytest.raises(compiler.CompilerError, match="TILEWISE_CXX names 'no-such-compiler', which is no program that can be run"):
+        compiler.identity()
+
+
+@available
+def test_a_processor_that_the_compiler_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.TARGET, "abacus")
+    with pytest.raises(compiler.CompilerError, match="abacus"):
+        compiler.compiled(POOL.source, POOL.extra)
 
 
 # -- a compiler that is missing or fails -----------------------------------------------------------------------------

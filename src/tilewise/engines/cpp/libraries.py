@@ -29,6 +29,7 @@ class Unit(NamedTuple):
     extra: tuple[str, ...]  # further compiler flags
 
 
+# Of this process: not by compiler and target, whose libraries may be mixed (they share pointers and plain numbers). The store's keys have both.
 _libraries: dict[Unit, ctypes.CDLL] = {}
 _lock = threading.Lock()
 
