@@ -18,8 +18,9 @@ from tests.support.cases import CASES
 from tests.support.error_rule import check
 from tilewise import masks, scores
 from tilewise.core import store
-from tilewise.engines.cpp import missing, run
-from tilewise.engines.cpp.libraries import Counts
+from tilewise.engines.cpp import compiler, missing, run
+from tilewise.engines.cpp.libraries import Counts, key_of
+from tilewise.engines.cpp.threads import POOL
 
 available = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -217,6 +218,27 @@ print(json.dumps([first.wanted, first.compiled, second.compiled, Counts.built - 
     assert again == 0 and at_run == 0
 
 
+@available
+@pytest.mark.parametrize("variable", [compiler.COMPILER, compiler.TARGET])
+def test_what_is_compiled_in_another_way_is_kept_apart(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = key_of(POOL)
+    monkeypatch.setenv(variable, "haswell" if variable == compiler.TARGET else f"{fake_compiler(tmp_path / 'bin', 'exit 1')}/g++")
+    assert key_of(POOL) != usual
+
+
+def test_a_compiler_that_is_named_but_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.COMPILER, "no-such-compiler")
+    with pytest.raises(compiler.CompilerError, match="TILEWISE_CXX names 'no-such-compiler', which is no program that can be run"):
+        compiler.identity()
+
+
+@available
+def test_a_processor_that_the_compiler_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.TARGET, "abacus")
+    with pytest.raises(compiler.CompilerError, match="abacus"):
+        compiler.compiled(POOL.source, POOL.extra)
+
+
 # -- a compiler that is missing or fails -----------------------------------------------------------------------------
 
 PLAIN = """
@@ -236,8 +258,8 @@ print(json.dumps([said, Counts.built, Counts.loaded]))
 """
 
 
-def in_a_process(folder: Path, path: str) -> subprocess.Popen[str]:
-    environment = os.environ | {store.VARIABLE: str(folder / "store"), "PATH": path}
+def in_a_process(folder: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {store.VARIABLE: str(folder / "store")} | variables
     return subprocess.Popen([sys.executable, "-c", PLAIN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -262,7 +284,7 @@ FAULTS = {
 def test_without_a_working_compiler_blocked_serves(fault: str, tmp_path: Path) -> None:
     text, reason = FAULTS[fault]
     path = str(tmp_path) if text is None else fake_compiler(tmp_path / "bin", text)
-    process = in_a_process(tmp_path, path)
+    process = in_a_process(tmp_path, PATH=path, **{compiler.COMPILER: ""})
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     (auto, flex, cpp), _, _ = json.loads(stdout)
@@ -277,7 +299,7 @@ def test_a_program_that_does_not_compile_is_served_by_blocked_and_others_are_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tilewise.engines import cpp
-    from tilewise.engines.cpp import compiler, libraries
+    from tilewise.engines.cpp import libraries
 
     compiled, tried = compiler.compiled, []
 
@@ -307,7 +329,7 @@ def test_a_program_that_does_not_compile_is_served_by_blocked_and_others_are_not
 
 @available
 def test_cold_processes_at_once_build_once(tmp_path: Path) -> None:
-    processes = [in_a_process(tmp_path, os.environ["PATH"]) for _ in range(3)]
+    processes = [in_a_process(tmp_path) for _ in range(3)]
     outputs = [p.communicate(timeout=300) for p in processes]
     assert all(p.returncode == 0 for p in processes), outputs
     counts = [json.loads(stdout)[1:] for stdout, _ in outputs]
@@ -318,7 +340,7 @@ def test_cold_processes_at_once_build_once(tmp_path: Path) -> None:
 @available
 def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
     for _ in range(2):
-        process = in_a_process(tmp_path, os.environ["PATH"])
+        process = in_a_process(tmp_path)
         stdout, stderr = process.communicate(timeout=120)
         assert process.returncode == 0, stderr
         assert json.loads(stdout)[1] == 4

@@ -1,4 +1,4 @@
-// The C++ kernels against attention written out in double, for one element type (-DELEMENT=...), meant to be run under sanitizers.
+// The C++ kernels against attention written out in double, for one element type (-DELEMENT=...), meant to be run under sanitizers and for many processors.
 // A causal mask and a score of two loads stand in for generated functions. Prints what differs; ends with 1 if anything does.
 #include "forward.cpp"
 namespace back {
@@ -8,6 +8,10 @@ namespace back {
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <initializer_list>
+
+enum Way { ROWS, PANELS, DECODING };  // how the forward reads keys and values
+static const char* const NAME[] = {"rows", "panels", "decoding"};
 
 struct Shape {
     i64 batch, heads, kv_heads, n_q, n_kv, d, dv;
@@ -38,13 +42,19 @@ static void causal(const Program*, i64, i64, i64 first, i64 rows, i64 first_lane
             if (at_most(first_lane + l, last_lane) < first + r) tile[r * LANES + l] = -INFINITE<real>;
 }
 
+static void causal_by_key(const Program*, i64, i64, i64 first, i64 rows, i64 first_lane, i64 last_lane, real* tile) {
+    for (i64 r = 0; r < rows; r++)
+        for (i64 l = 0; l < LANES; l++)
+            if (first + r < at_most(first_lane + l, last_lane)) tile[r * LANES + l] = -INFINITE<real>;
+}
+
 static double worst = 0;
 static void expect(double found, double wanted) {
     const double off = fabs(found - wanted) / (1 + fabs(wanted));
     if (!(off <= worst)) worst = off;
 }
 
-static void check(const Shape& s, bool panels) {
+static void check(const Shape& s, Way way) {
     Array q(s.batch, s.heads, s.n_q, s.d), k(s.batch, s.kv_heads, s.n_kv, s.d), v(s.batch, s.kv_heads, s.n_kv, s.dv);
     Array out(s.batch, s.heads, s.n_q, s.dv), dout(s.batch, s.heads, s.n_q, s.dv);
     const i64 rows = s.batch * s.heads * s.n_q, tiles = (s.n_q + LANES - 1) / LANES, key_tiles = (s.n_kv + KEYS - 1) / KEYS;
@@ -70,14 +80,21 @@ static void check(const Shape& s, bool panels) {
         p.schedule.partial = {offsets, start, count};
         p.schedule.full = {none, nullptr, nullptr};
         p.mask.by_query = (void*)causal;
+        p.mask.by_key = (void*)causal_by_key;
     }
     f.out = out.tensor();
     f.lse = lse;
     f.max_score = max_score;
     real *k_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.d], *v_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.dv];
     uint8_t* finite = new uint8_t[s.batch * s.kv_heads * key_tiles];
-    if (panels) f.packed = {k_panels, v_panels, finite};
-    tilewise_forward(&f);
+    if (way == PANELS) f.packed = {k_panels, v_panels, finite};
+    f.splits = 3;
+    real* split_results = new real[f.splits * rows * (s.dv + 2)];
+    f.split_results = split_results;
+    if (way == DECODING)
+        tilewise_decode(&f);
+    else
+        tilewise_forward(&f);
 
     const i64 blocks = tiles, dp = padded(s.d, 32), dvp = padded(s.dv, 32);
     Backward b;
@@ -133,7 +150,7 @@ static void check(const Shape& s, bool panels) {
     for (i64 x = 0; x < s.batch * s.kv_heads * s.n_kv * s.dv; x++) expect(widen(dv[x]), want_dv[x]);
     delete[] lse, delete[] max_score, delete[] offsets, delete[] start, delete[] count, delete[] order, delete[] none, delete[] t_offsets, delete[] t_start, delete[] t_count;
     delete[] delta, delete[] q_lanes, delete[] do_lanes, delete[] q_rows, delete[] do_rows, delete[] dq_lanes, delete[] dq_written, delete[] dq, delete[] dk, delete[] dv;
-    delete[] k_panels, delete[] v_panels, delete[] finite;
+    delete[] k_panels, delete[] v_panels, delete[] finite, delete[] split_results;
     delete[] want_dk, delete[] want_dv, delete[] w, delete[] dw;
 }
 
@@ -142,14 +159,13 @@ int main() {
                             {1, 4, 2, 130, 129, 40, 17, true, 4}, {1, 1, 1, 200, 300, 64, 64, false, 3}, {2, 3, 1, 64, 191, 33, 5, true, 2}};
     const double allowed = sizeof(ELEMENT) == 2 ? 0.02 : sizeof(ELEMENT) == 4 ? 1e-5 : 1e-12;
     int wrong = 0;
-    for (int n = 0; n < 2 * (int)(sizeof shapes / sizeof *shapes); n++) {
-        const Shape& s = shapes[n / 2];
-        const bool panels = n % 2;
-        check(s, panels);
-        const bool bad = !(worst <= allowed);
-        wrong |= bad;
-        printf("%s n_q %ld n_kv %ld d %ld dv %ld%s: %.1e of %.1e\n", bad ? "WRONG" : "right", (long)s.n_q, (long)s.n_kv, (long)s.d, (long)s.dv,
-               panels ? ", panels" : "", worst, allowed);
-    }
+    for (const Shape& s : shapes)
+        for (Way way : {ROWS, PANELS, DECODING}) {
+            check(s, way);
+            const bool bad = !(worst <= allowed);
+            wrong |= bad;
+            printf("%s n_q %ld n_kv %ld d %ld dv %ld, %s: %.1e of %.1e\n", bad ? "WRONG" : "right", (long)s.n_q, (long)s.n_kv, (long)s.d, (long)s.dv, NAME[way],
+                   worst, allowed);
+        }
     return wrong;
 }

@@ -88,7 +88,7 @@ def _compiler() -> Finding:
     if reason is not None:
         return Finding("C++ compiler", "note", reason, compiler.INSTALL)
     unit = "; bfloat16 products run on the matrix unit (AMX)" if matrix_unit.usable() else ""
-    return Finding("C++ compiler", "ok", f"{compiler.find()}{unit}")
+    return Finding("C++ compiler", "ok", f"{compiler.find()} {compiler.target()}{unit}")
 
 
 def _half_products() -> Finding:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tilewise.core.folders import temporary_folder
 
 NAMES = ("g++", "clang++", "c++")
+COMPILER, TARGET = "TILEWISE_CXX", "TILEWISE_MARCH"  # environment variables, read when something is compiled
 SECONDS = 120
 INSTALL = "install one, such as g++ (apt install g++; dnf install gcc-c++; xcode-select --install)"
 KERNELS = Path(__file__).parent / "kernel"
@@ -18,6 +19,7 @@ KERNELS = Path(__file__).parent / "kernel"
 FLAGS = ("-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 FOR_KERNELS = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-ffp-contract=fast")
 FOR_PROGRAMS = ("-O3", "-ffp-contract=off")
+GCC_ONLY = ("-fvect-cost-model=dynamic",)  # an error to clang, whose vectoriser needs no asking
 
 
 class CompilerError(Exception):
@@ -26,15 +28,22 @@ class CompilerError(Exception):
 
 def find() -> str | None:
     """The compiler's path."""
-    return next((path for path in map(shutil.which, NAMES) if path is not None), None)
+    named = os.environ.get(COMPILER)
+    return next((path for path in map(shutil.which, (named,) if named else NAMES) if path is not None), None)
+
+
+def _found() -> str:
+    path = find()
+    if path is None and os.environ.get(COMPILER):
+        raise CompilerError(f"{COMPILER} names {os.environ[COMPILER]!r}, which is no program that can be run; name a C++ compiler, or {INSTALL}")
+    if path is None:
+        raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
+    return path
 
 
 def identity() -> str:
-    """Part of every cache key: changes with the compiler and with the processor it compiles for."""
-    path = find()
-    if path is None:
-        raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
-    return f"{_stamp(path)} {processor()} {' '.join(flags())}"
+    """Part of every cache key: changes with the compiler and with the processor it compiles for (flags() names the target)."""
+    return f"{_stamp(_found())} {processor()} {' '.join(flags())}"
 
 
 @lru_cache(maxsize=4)
@@ -62,14 +71,27 @@ def processor() -> str:
 
 
 def flags() -> tuple[str, ...]:
-    return (*FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
+    return (*FLAGS, target())
+
+
+def target() -> str:
+    """What to compile for, as a flag."""
+    named = os.environ.get(TARGET)
+    if named:
+        return f"-march={named}"
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+@lru_cache(maxsize=4)
+def _is_clang(path: str) -> bool:
+    """Asked of the compiler itself: clang goes by many names, on macOS by that of g++."""
+    ran = subprocess.run([path, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, timeout=SECONDS, check=False)
+    return b"__clang__" in ran.stdout
 
 
 def compiled(source: str, extra: tuple[str, ...]) -> bytes:
     """Compiles C++ source, which may include files of kernel/, into a shared library."""
-    path = find()
-    if path is None:
-        raise CompilerError(f"no C++ compiler was found ({', '.join(NAMES)}); {INSTALL}")
+    path = _found()
     try:
         with temporary_folder() as folder:
             return _compiled_in(folder, path, source, extra)
@@ -79,7 +101,8 @@ def compiled(source: str, extra: tuple[str, ...]) -> bytes:
 
 def _compiled_in(folder: Path, path: str, source: str, extra: tuple[str, ...]) -> bytes:
     library = folder / "library.so"
-    command = [path, *flags(), *extra, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
+    known = [flag for flag in extra if flag not in GCC_ONLY or not _is_clang(path)]
+    command = [path, *flags(), *known, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
     environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}  # its own temporary files go there too, and it speaks English
     ran = subprocess.run(command, input=source.encode(), capture_output=True, timeout=SECONDS, check=False, env=environment)
     if ran.returncode != 0 or not library.exists():

@@ -56,6 +56,7 @@ class Library:
         return found
 
 
+# Of this process: not by compiler and target, whose libraries may be mixed (they share pointers and plain numbers). The store's keys have both.
 _libraries: OrderedDict[Unit, Library] = OrderedDict()
 _failed: dict[Unit, str] = {}  # what could not be compiled, and why: it is not tried again in this process
 _lock = new_lock()

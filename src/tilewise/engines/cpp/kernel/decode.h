@@ -32,22 +32,22 @@ template <typename T> INLINE T horizontal_sum(vec<T> v) {
     return sum;
 }
 
-// s[j] = scale * query . keys[j] for up to KEYS keys: one vector of keys at a time, four keys per load of the query
+// s[j] = scale * query . keys[j] for up to KEYS keys: one vector of keys at a time, up to four keys per load of the query
 template <typename T, typename E> void dots(const T* query, Rows<E> keys, i64 n, i64 d, T scale, T* s) {
+    constexpr int GROUP = WIDTH<T> < 4 ? WIDTH<T> : 4;  // a vector may have as few as two doubles
     for (i64 j = 0; j < n; j += WIDTH<T>) {
         vec<T> sum[WIDTH<T>];
-        for (i64 g = 0; g < WIDTH<T>; g += 4) {
-            const E* key[4];
-            for (int i = 0; i < 4; i++) key[i] = keys.data + at_most(j + g + i, n - 1) * keys.stride;
-            vec<T> a{}, b{}, c{}, e{};
+        for (i64 g = 0; g < WIDTH<T>; g += GROUP) {
+            const E* key[GROUP];
+            for (int i = 0; i < GROUP; i++) key[i] = keys.data + at_most(j + g + i, n - 1) * keys.stride;
+            vec<T> part[GROUP] = {};
             for (i64 x = 0; x < d; x += WIDTH<T>) {
                 const vec<T> q = load(query + x);
-                a += q * load_widened(key[0] + x);
-                b += q * load_widened(key[1] + x);
-                c += q * load_widened(key[2] + x);
-                e += q * load_widened(key[3] + x);
+#pragma GCC unroll 4
+                for (int i = 0; i < GROUP; i++) part[i] += q * load_widened(key[i] + x);
             }
-            sum[g] = a, sum[g + 1] = b, sum[g + 2] = c, sum[g + 3] = e;
+#pragma GCC unroll 4
+            for (int i = 0; i < GROUP; i++) sum[g + i] = part[i];
         }
         horizontal_sums(sum, s + j);
     }

@@ -1,32 +1,32 @@
 // Square matrices transposed in registers, and horizontal sums.
 #pragma once
+#include <utility>
 #include "vectors.h"
 
 constexpr int SIDE = WIDTH<float>;  // of a square of 32-bit words
 typedef u32 words __attribute__((vector_size(VECTOR_BYTES)));
 
-#ifndef __clang__
-// The shuffles of one butterfly step, which swaps blocks of `s` lanes between two rows.
-struct Exchange {
-    words low, high;
-};
-INLINE Exchange exchange(u32 s) {
-    Exchange e;
-    for (u32 l = 0; l < (u32)SIDE; l++) {
-        e.low[l] = l & s ? SIDE + l - s : l;
-        e.high[l] = l & s ? SIDE + l : l + s;
-    }
-    return e;
+// Lanes of two vectors: 0 .. SIDE - 1 are a's, from SIDE on b's. GCC before 12 and clang have no shuffle in common.
+template <int... L, typename V> INLINE V shuffled(V a, V b) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, L...);
+#else
+    return __builtin_shuffle(a, b, words{(u32)L...});
+#endif
 }
 
+// The two results of a butterfly step, which swaps blocks of S lanes between two rows.
+template <int S, typename V, int... L> INLINE V low_lanes(V a, V b, std::integer_sequence<int, L...>) { return shuffled<(L & S ? SIDE + L - S : L)...>(a, b); }
+template <int S, typename V, int... L> INLINE V high_lanes(V a, V b, std::integer_sequence<int, L...>) { return shuffled<(L & S ? SIDE + L : L + S)...>(a, b); }
+typedef std::make_integer_sequence<int, SIDE> Lanes;
+
 template <int S> INLINE void exchange_rows(words* row) {
-    const Exchange e = exchange(S);
 #pragma GCC unroll 16
     for (int i = 0; i < SIDE; i++)
         if (!(i & S)) {
             const words a = row[i], b = row[i + S];
-            row[i] = __builtin_shuffle(a, b, e.low);
-            row[i + S] = __builtin_shuffle(a, b, e.high);
+            row[i] = low_lanes<S>(a, b, Lanes{});
+            row[i + S] = high_lanes<S>(a, b, Lanes{});
         }
 }
 
@@ -44,9 +44,8 @@ inline void transpose_square(const u32* from, i64 from_row, u32* to, i64 to_row)
 }
 
 template <int S> INLINE void add_halves(vec<float>* row) {
-    const Exchange e = exchange(S);
 #pragma GCC unroll 16
-    for (int i = 0; i < S; i++) row[i] = __builtin_shuffle(row[i], row[i + S], e.low) + __builtin_shuffle(row[i], row[i + S], e.high);
+    for (int i = 0; i < S; i++) row[i] = low_lanes<S>(row[i], row[i + S], Lanes{}) + high_lanes<S>(row[i], row[i + S], Lanes{});
 }
 
 // to[i] = the sum of vector i, for SIDE vectors, by repeatedly adding halves.
@@ -57,19 +56,6 @@ INLINE void horizontal_sums(vec<float>* row, float* to) {
     add_halves<1>(row);
     store(to, row[0]);
 }
-#else
-INLINE void horizontal_sums(vec<float>* row, float* to) {
-    for (int i = 0; i < SIDE; i++) {
-        float sum = 0;
-        for (int l = 0; l < SIDE; l++) sum += row[i][l];
-        to[i] = sum;
-    }
-}
-inline void transpose_square(const u32* from, i64 from_row, u32* to, i64 to_row) {
-    for (int i = 0; i < SIDE; i++)
-        for (int x = 0; x < SIDE; x++) to[x * to_row + i] = from[i * from_row + x];
-}
-#endif
 
 INLINE void horizontal_sums(vec<double>* row, double* to) {
     for (int i = 0; i < WIDTH<double>; i++) {
