@@ -212,7 +212,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert run("cache", "import", str(archive)).returncode == 0
     assert ": 0 compiled" in run(*words).stdout
     missing = run("build", f"{file}:no_mask", "--arch", "sm_90")
-    assert missing.returncode == 2 and "my_mask" in missing.stdout
+    assert missing.returncode == 2 and "my_mask" in missing.stderr
 
 
 def test_the_doctor() -> None:
