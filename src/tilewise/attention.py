@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Options, Problem, from_bhsd, kv_heads_of, make_problem, to_bhsd, widened
+from tilewise.core.problem import Options, Problem, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.engines import Engine, Output, Request, arguments, is_plain, run_eager
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
@@ -87,8 +87,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
     """
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
-    key, value = widened(query, key, value)  # before the key: what is computed has one dtype
     call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
+    if call_key is None and has_float8(query, key, value):  # converted, the call can have a key
+        return run(query, *widened(query, key, value), mask, score, options, backend, needs_lse)
     cached = call_cache.find(call_key)
     if cached is None:
         check_name(request.backend, request.source)
