@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, kv_heads_of, make_problem, to_bhsd, widened
+from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.core.recording import unrecorded
 from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, transformed
 from tilewise.errors import BackendError, InputError
@@ -90,8 +90,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     if options.scale is not None and type(options.scale) is not float:  # it is part of the key
         options = options._replace(scale=check_scale(options.scale))
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
-    key, value = widened(query, key, value)  # before the key: what is computed has one dtype
     call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
+    if call_key is None and has_float8(query, key, value):  # converted, the call can have a key
+        return run(query, *widened(query, key, value), mask, score, options, backend, needs_lse)
     cached = call_cache.find(call_key)
     if cached is None:
         check_name(request.backend, request.source)

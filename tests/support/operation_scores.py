@@ -14,8 +14,8 @@ SCORES: dict[str, Callable[..., Any]] = {
     "atan": lambda s, b, h, q, kv: torch.atan(s * 3.0) + s,
     "atan2": lambda s, b, h, q, kv: s + torch.atan2(s, (q - kv) + 0.5),
     "asin and acos": lambda s, b, h, q, kv: torch.asin(torch.tanh(s) * 0.9) + torch.acos(torch.tanh(s * 0.5)) + s,
-    "asinh": lambda s, b, h, q, kv: torch.asinh(s * 3.0) + torch.asinh(s * s * 1e5 + 2e4) * 0.1,
-    "acosh and atanh": lambda s, b, h, q, kv: torch.acosh(s * s + 1.1) + torch.acosh(s * s * 1e5 + 2e4) * 0.1 + torch.atanh(torch.tanh(s) * 0.9),
+    "asinh": lambda s, b, h, q, kv: torch.asinh(s * 3.0) + torch.asinh((s * s + 0.1) * 1e10) * 0.1,
+    "acosh and atanh": lambda s, b, h, q, kv: torch.acosh(s * s + 1.1) + torch.acosh((s * s + 0.1) * 1e10) * 0.1 + torch.atanh(torch.tanh(s) * 0.9),
     "lerp and others": lambda s, b, h, q, kv: (
         torch.lerp(s, s * s, 0.3) + torch.logaddexp2(s, -s) + functional.mish(s) + torch.fmax(s, s * 0.5) + torch.frac(kv * 0.3)
     ),

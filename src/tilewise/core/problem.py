@@ -157,7 +157,8 @@ def make_problem(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, options: Options
 ) -> tuple[Problem, str]:
     """The problem of (batch, heads, sequence, head dim) tensors, and its mask's name."""
-    key, value = widened(query, key, value)
+    if has_float8(query, key, value):
+        key, value = widened(query, key, value)
     check_tensors(query, key, value, options.enable_gqa)
     query, key, value = [resolved(t) for t in autocast(query, key, value)]
     key, value = broadcast_batch(query, key, value)
@@ -291,12 +292,14 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     return (query, key, value) if dtype is None else (query.to(dtype), key.to(dtype), value.to(dtype))
 
 
+def has_float8(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether keys or values are float8, beside a query that is not."""
+    return (key.dtype in FLOAT8 or value.dtype in FLOAT8) and query.dtype in DTYPES
+
+
 def widened(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """float8 keys and values in the query's dtype."""
-    dtype = query.dtype
-    if (key.dtype is dtype and value.dtype is dtype) or dtype not in DTYPES:
-        return key, value
-    return key.to(dtype) if key.dtype in FLOAT8 else key, value.to(dtype) if value.dtype in FLOAT8 else value
+    return key.to(query.dtype) if key.dtype in FLOAT8 else key, value.to(query.dtype) if value.dtype in FLOAT8 else value
 
 
 def broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
