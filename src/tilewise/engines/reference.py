@@ -196,9 +196,10 @@ class ReferenceEngine(Engine):
         with recorded():
             leaves = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
             sinks = None if problem.sinks is None else problem.sinks.detach().requires_grad_()
-            score, captures = problem.score, ()
+            score = problem.score
+            captures: tuple[Tensor, ...] = ()
             if score is not None:  # gradients accumulate in float64
-                wide = [t.detach().double() if t.is_floating_point() else t for t in score.captures]
+                wide = [t.detach().double() if t.is_floating_point() else t.detach() for t in score.captures]
                 captures = tuple([t.requires_grad_(k in wanted) for k, t in enumerate(wide)])
                 score = score.with_captures(captures)
             again = replace(problem, query=leaves[0], key=leaves[1], value=leaves[2], sinks=sinks, score=score)
