@@ -202,6 +202,13 @@ def test_the_drop_ins(make: Any, backend: str) -> None:
             return scaled_dot_product_attention(t, tensors[1], tensors[2])
 
     assert_resolved(call, make(tensors[0]))
+    bias = make(random(LENGTH, LENGTH))
+
+    def masked(t: Tensor) -> Tensor:
+        with tw.attention_backend(backend):
+            return scaled_dot_product_attention(*tensors, attn_mask=t)
+
+    assert_resolved(masked, bias)
 
 
 def test_a_compiled_call() -> None:
