@@ -72,7 +72,7 @@ def test_an_integer_has_no_negative_zero(axes: Axes) -> None:
 
 
 ODD, SOME = ("load", "odd", ("index", "kv")), ("load", "slopes", ("index", "q"))
-OF_ONE = (*ROUNDING, *WAVES, "tan", "isfinite", "isnan", "isinf")
+OF_ONE = (*ROUNDING, *WAVES, "tan", "asin", "acos", "atanh", "isfinite", "isnan", "isinf")
 OF_TWO = ("+", "-", "*", "/", "minimum", "maximum", "clamp_min", "clamp_max", "atan2", "logaddexp")
 
 

@@ -71,7 +71,12 @@ ROWS: dict[str, Callable[..., Any]] = {
     "a whole tensor's type counts": lambda s, b, h, q, kv: (HALVES[q] * WHOLE).sum(),
     "both extremes": lambda s, b, h, q, kv: TABLE[q].max(-1).values - TABLE[q].min(-1)[0] + TABLE[q].max() - torch.min(TABLE[q]) + s.max() - s.min(-1).values,
     "their places": lambda s, b, h, q, kv: TABLE[q].max(-1).indices * 10 + TABLE[q].min(-1)[1] + SQUARES[q].argmax() + TABLE[q].argmin(-1),
-    "two rows' extremes": lambda s, b, h, q, kv: torch.max(TABLE[q], OTHER[kv]).sum() + TABLE[q].min(OTHER[kv]).sum() + torch.maximum(TABLE[q], WHOLE).sum(),
+    "two rows' extremes": lambda s, b, h, q, kv: (
+        torch.max(TABLE[q], OTHER[kv]).sum()
+        + TABLE[q].min(other=OTHER[kv]).sum()
+        + torch.max(WHOLE, other=TABLE[q]).sum()
+        + torch.maximum(TABLE[q], WHOLE).sum()
+    ),
     "dtype": lambda s, b, h, q, kv: SMALL[q].mean(dtype=torch.float32) + TABLE[q].sum(dtype=torch.float64),
     "a row of one, single values": lambda s, b, h, q, kv: q.prod() + kv.amax() + s.mean() + (q > kv).any(-1) + (q > kv).all(),
     "combined": lambda s, b, h, q, kv: torch.exp(-(TABLE[q] - OTHER[kv]).pow(2).sum(-1).sqrt() / WHOLE[h].abs().clamp(1)) * 0 + s,

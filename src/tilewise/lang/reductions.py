@@ -8,6 +8,7 @@ import torch
 from tilewise.lang.refusals import refuse, undefined
 from tilewise.lang.rows import Part, Position, Row, Shape, bounded, constant, made
 from tilewise.lang.symbol import Symbol, Trace, Traced
+from tilewise.lang.tracer import tracer_of
 from tilewise.lang.types import DTYPE_OF, FLOATS, NAME_OF, PROMOTED
 
 ACCUMULATED = {"f16": "f32", "bf16": "f32"}  # what torch adds 16-bit floats in, before it rounds the sum
@@ -186,9 +187,9 @@ def extreme(name: str, op: str, better: str) -> Callable[..., Any]:
     """torch.max has three forms: of all elements, along a dimension, and of two values."""
 
     def apply(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-        if other is not None or not (dim is None or isinstance(dim, int)):
-            two: Traced = input.tracer.emit(op, input, dim if other is None else other) if isinstance(input, Traced) else dim.tracer.emit(op, input, dim)
-            return two
+        second = dim if other is None else other
+        if not (second is None or isinstance(second, int)):
+            return tracer_of((input, second)).emit(op, input, second)
         values = _reduced(name, input, dim, keepdim, _extreme(op))
         return values if dim is None else Extremes(values, _reduced(name, input, dim, keepdim, _place_of_extreme(better)))
 

@@ -282,9 +282,9 @@ define(
     result=float_of,
     bounds=intervals.logarithm(torch.acosh, start=1.0),
     derive=times(lambda t, x, out: emit(t, "rsqrt", emit(t, "sub", emit(t, "mul", x, x), t.literal(1.0)))),
-    triton="tl.where({0} > 1e9, tl.log({0}) + 0.6931471805599453, log1p({0} - 1.0 + tl.sqrt(({0} - 1.0) * ({0} + 1.0))))",
+    triton="tl.where({0} > 1e9, tl.log({0}) + 0.6931471805599453, log1p({0} - 1.0 + tl.sqrt({0} - 1.0) * tl.sqrt({0} + 1.0)))",
     triton_in_float32=True,
-    cpp="{0} > 1e9 ? log({0}) + 0.6931471805599453 : log1p({0} - 1 + sqrt(({0} - 1) * ({0} + 1)))",
+    cpp="{0} > 1e9 ? log({0}) + 0.6931471805599453 : log1p({0} - 1 + sqrt({0} - 1) * sqrt({0} + 1))",
 )
 define(
     "atanh",
