@@ -1,5 +1,7 @@
 """A score by each function of torch, and masks and scores with rows, in Triton's interpreter, gradients included."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,6 +37,17 @@ def with_rows(name: str, engine: str, dtype: torch.dtype) -> tuple[torch.Tensor,
 def test_rows_agree_with_the_reference(name: str) -> None:
     for found, exact in zip(with_rows(name, "triton", torch.float32), with_rows(name, "reference", torch.float64), strict=True):
         assert float((found.double() - exact).norm() / exact.norm()) < 2e-5
+
+
+def test_numbers_beside_16_bits_are_rounded_where_torch_rounds_them() -> None:
+    table = (torch.arange(40) * 0.3).half()
+    tenth = torch.tensor([0.1] * 40).half()
+
+    def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s + (table[kv] % 0.3).float() + torch.fmod(table[q], 0.7).float() + (tenth[kv] == 0.1).float() * q
+
+    q, k, v = torch.randn(3, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(tw.attention(q, k, v, score=score, backend="triton"), tw.attention(q, k, v, score=score, backend="reference"))
 
 
 def test_the_example_of_contributing() -> None:
