@@ -93,7 +93,7 @@ class NativeEngine(Engine):
                 dropout_p=problem.dropout_p,
                 is_causal=problem.is_causal_only,
                 scale=problem.scale,
-                enable_gqa=problem.heads != problem.kv_heads,
+                **({"enable_gqa": True} if problem.heads != problem.kv_heads else {}),  # decided by `if`: with dynamic=True, torch.compile has no bool here
             )
         finally:
             own_call.running = False

@@ -189,6 +189,10 @@ def _refuse_in_place(name: str, inplace: bool) -> None:
         raise refuse(f"{name} with inplace=True changes a value in place; leave inplace out")
 
 
+def multiply(input: Any, other: Any) -> Any:
+    return input * other if isinstance(input, Row) else tracer_of((input, other)).emit("mul", input, other)
+
+
 def product_of_rows(input: Any, other: Any) -> Any:
     if not isinstance(input, Row) and not isinstance(other, Row):
         raise refuse("a product of single values is written x * y; rows are indexed in all dimensions but the last, as in torch.dot(a[b, h, q], c[b, h, kv])")
@@ -335,8 +339,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sub": scaled_sum("sub"),
     "subtract": scaled_sum("sub"),
     "rsub": swapped(binary("sub")),
-    "mul": binary("mul"),
-    "multiply": binary("mul"),
+    "mul": multiply,
+    "multiply": multiply,
     "div": divide,
     "divide": divide,
     "true_divide": binary("div"),
@@ -455,7 +459,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 # What Python's operators call on a real tensor that meets a symbol.
-OPERATORS: dict[str, Callable[..., Any]] = {"__pow__": power, "__rpow__": swapped(power), "__matmul__": product_of_rows}
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "__pow__": power,
+    "__rpow__": swapped(power),
+    "__matmul__": product_of_rows,
+    "__invert__": unary("not"),
+    "__pos__": positive,
+}
 for _name, _op in (
     ("add", "add"),
     ("sub", "sub"),
