@@ -17,6 +17,7 @@ BEGIN, END = "<!-- packages: drawn by docs/package_map.py -->", "<!-- end of pac
 LAYERS = {
     "errors": "what is raised",
     "_version": "the version",
+    "sizes": "questions about sizes, where torch.export may not know",
     "lang": "programs: tracing, types, intervals, derivatives; one entry per operation",
     "masks": "the masks users combine",
     "scores": "the scores users give",

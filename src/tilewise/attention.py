@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state as jit_trace
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
@@ -85,6 +86,11 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
 
     A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
     """
+    if jit_trace() is not None:
+        raise BackendError(
+            "attention cannot be recorded by torch.jit.trace (nor by torch.onnx.export with dynamo=False): the trace would keep one call's numbers and none "
+            "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
+        )
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
     call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
     cached = call_cache.find(call_key)

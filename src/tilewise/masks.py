@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
+from tilewise.sizes import equal
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -139,7 +140,7 @@ def broadcast_load(tensor: Tensor) -> MaskFunction:
 
     The closure holds a tensor and a tuple of bools, nothing mutable, so that calls with it can be cached.
     """
-    is_one = tuple([size == 1 for size in tensor.shape])
+    is_one = tuple([equal(size, 1) for size in tensor.shape])
 
     def load(b: Any, h: Any, q: Any, kv: Any) -> Any:
         at = (b, h, q, kv)[4 - len(is_one) :]

@@ -1,6 +1,7 @@
 """The problem: what one call asks for, checked. Every argument check lives here."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from tilewise.lang import BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, broadcast_load, causal
 from tilewise.scores import ScoreFunction, Sinks, as_scores, coverage
 from tilewise.scores import bias as additive_bias
+from tilewise.sizes import equal
 from tilewise.tiles import Extent, TileMap, read_mask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,6 +116,11 @@ class Problem:
         return 2 * self.batch * self.heads * self.q_len * self.kv_len * (self.head_dim + self.v_dim)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no query meets a key. A size that torch.export does not know counts as one that is not 0."""
+        return any([equal(size, 0) for size in (self.batch, self.heads, self.q_len, self.kv_len)])
+
+    @property
     def is_causal_only(self) -> bool:
         return self.mask is not None and self.tiles is None and self.mask.program.text == CAUSAL_TEXT
 
@@ -159,7 +166,7 @@ def make_problem(
     key, value = broadcast_batch(query, key, value)
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
-    if 0 in extent:  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
+    if any([equal(size, 0) for size in extent]):  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
         mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
     check_covers([mask, *as_scores(score)], extent)
     reading = read_mask(mask, extent, query.device)
@@ -181,7 +188,7 @@ def make_problem(
         tiles=_same_device(reading.tiles, query.device),
         score=_on_device(program, query.device),
         sinks=check_sinks(sinks, query),
-        scale=1.0 / math.sqrt(query.shape[3]) if options.scale is None else check_scale(options.scale),
+        scale=default_scale(query.shape[3]) if options.scale is None else check_scale(options.scale),
         dropout_p=check_dropout(options.dropout_p),
         seed=seed_tensor(options.seed, options.dropout_p),
         deterministic=torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic,
@@ -241,7 +248,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     for name, tensor in named:
         if tensor.dtype not in DTYPES:
             raise InputError(f"{name} has dtype {tensor.dtype}; allowed are float16, bfloat16, float32 and float64")
-    if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
+    if key.shape[0] != value.shape[0] or key.shape[0] not in (query.shape[0], 1):
         raise _mismatch("key and value must have the query's batch size, or 1", query, key, value)
     if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
         raise _mismatch("key and value must have the same heads and length", query, key, value)
@@ -336,6 +343,11 @@ def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:
     return sinks[0].to(query.device)
 
 
+def default_scale(head_dim: int) -> float:
+    """Of a number: torch.compile(dynamic=True) may have a symbol, and would compile everything twice to get rid of it."""
+    return 1.0 / math.sqrt(operator.index(head_dim))
+
+
 def check_scale(scale: Any) -> float:
     if isinstance(scale, Tensor):  # its gradient would be lost
         raise InputError("scale must be a number, got a tensor; a learned scale is a score: score=lambda s, b, h, q, kv: s * scale")
@@ -346,7 +358,7 @@ def check_scale(scale: Any) -> float:
 def check_dropout(p: float) -> float:
     if not 0.0 <= p <= 1.0:
         raise InputError(f"dropout_p must be from 0 to 1, got {p}")
-    return float(p)
+    return 0.0 if p == 0.0 else float(p)  # a number that torch.compile(dynamic=True) knows: it would compile everything twice to get rid of a symbol
 
 
 def seed_tensor(seed: int | Tensor | None, dropout_p: float) -> Tensor | None:

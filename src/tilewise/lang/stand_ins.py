@@ -94,9 +94,7 @@ class StandIns:
                 raise refuse("a value is used after it was changed in place; under torch.compile, write x = x + y instead of x += y or x.add_(y)")
             return self._values[value]
         if isinstance(value, Tensor) and value.dtype is torch.float32 and value.dim() == 3 and value.shape[:2] == EMPTY:
-            return abs(
-                self._hidden[value.shape[2]]
-            )  # Python's abs(), which dynamo applies to the stand-in itself: of all its doings, only this gives real numbers
+            return abs(self._hidden[value.shape[2]])  # Python's abs(), which dynamo applies to the stand-in: nothing else makes real numbers of it
         if isinstance(value, (tuple, list)):
             return type(value)([self.reveal(v) for v in value])
         return value

@@ -10,6 +10,7 @@ from tilewise.lang.refusals import refuse, undefined
 from tilewise.lang.rows import Incomplete, Row
 from tilewise.lang.symbol import Symbol, Trace, Traced
 from tilewise.lang.types import DTYPE_OF, NAME_OF
+from tilewise.sizes import equal
 
 VIEWS = {slice: "a slice", type(None): "None", type(...): "an ellipsis"}  # what may index a tensor but not one element
 
@@ -109,7 +110,7 @@ class Tracer:
         slot = self.capture(tensor)
         if len(index) < tensor.dim():
             return Row(self, tensor, index)
-        if tensor.numel() == 0:
+        if equal(tensor.numel(), 0):
             raise refuse(f"a captured tensor of shape {tuple(tensor.shape)} has no element to load")
         return Symbol(self, self.tape.load(slot, NAME_OF[tensor.dtype], tuple(at)))
 

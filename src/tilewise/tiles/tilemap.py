@@ -41,6 +41,9 @@ class TileMap:
     def __post_init__(self) -> None:
         if self.mask is None:
             object.__setattr__(self, "given", True)
+        if not torch.compiler.is_compiling():
+            self.partial.leave_size_open()
+            self.full.leave_size_open()
 
     def remember(self, name: str, make: Callable[[], Value]) -> Value:
         """The value of `make`, computed once and cached with the map."""
