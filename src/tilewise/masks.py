@@ -150,7 +150,7 @@ def broadcast_load(tensor: Tensor) -> MaskFunction:
 
 
 def at_most(value: Any, limit: int) -> Any:
-    """value <= limit, written as a comparison with 0: torch.compile cannot trace a comparison with an int that varies."""
+    """value <= limit, written as a comparison with 0: before torch 2.11, torch.compile cannot trace a comparison with an int that varies."""
     return value - limit <= 0
 
 

@@ -147,7 +147,7 @@ class Options(NamedTuple):
     """What a call asks for besides its tensors."""
 
     scale: float | None = None
-    dropout_p: float = 0.0
+    dropout_p: float = 0  # not 0.0, here and wherever it is a default: torch.compile(dynamic=True) takes that for a number that varies, and compiles twice
     is_causal: bool = False
     enable_gqa: bool = False
     deterministic: bool | None = None
@@ -358,7 +358,7 @@ def check_scale(scale: Any) -> float:
 def check_dropout(p: float) -> float:
     if not 0.0 <= p <= 1.0:
         raise InputError(f"dropout_p must be from 0 to 1, got {p}")
-    return 0.0 if p == 0.0 else float(p)  # a number that torch.compile(dynamic=True) knows: it would compile everything twice to get rid of a symbol
+    return 0.0 if p == 0 else float(p)
 
 
 def seed_tensor(seed: int | Tensor | None, dropout_p: float) -> Tensor | None:
