@@ -52,8 +52,8 @@ def blocks_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 TOUR: dict[str, Callable[..., Any]] = {
     "plain": tw.attention,
-    "sdpa": lambda q, k, v: tw.functional.scaled_dot_product_attention(q, k, v),
-    "flex": lambda q, k, v: tw.flex.flex_attention(q, k, v),
+    "sdpa": tw.functional.scaled_dot_product_attention,
+    "flex": tw.flex.flex_attention,
     "grouped": lambda q, k, v: tw.attention(q, k[:, :1], v[:, :1], enable_gqa=True, mask=masks.causal),
     "document": lambda q, k, v: tw.attention(q, k, v, mask=is_own_document(q)),
     "named masks": lambda q, k, v: tw.attention(q, k, v, mask=masks.document(documents(q)) & masks.causal),

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.lang.refusals import refuse
 from tilewise.lang.symbol import Traced
 
-STANDS_IN = torch.__version__ >= (2, 11)  # what dynamo can follow of it; before, functions get the symbols themselves
+STANDS_IN = torch.__version__ >= (2, 11)  # type: ignore[operator]  # what dynamo can follow of it; before, functions get the symbols themselves
 
 # Python's `x += y` is `x.add_(y)` to dynamo. Symbols are values, as numbers are: the name x then means a new one.
 AUGMENTED = {
@@ -47,20 +47,20 @@ class StandIn(Tensor):
             raise refuse(PARTS)
         return super().__torch_function__(func, types, args, kwargs or {})  # dynamo itself, after a graph break inside the function
 
-    @property
-    def dtype(self) -> torch.dtype:
+    @property  # type: ignore[override]  # a tensor's can be assigned to
+    def dtype(self) -> Any:
         return symbol_of(self).dtype
 
-    @property
-    def device(self) -> torch.device:
+    @property  # type: ignore[override]  # a tensor's can be assigned to
+    def device(self) -> Any:
         return symbol_of(self).device
 
-    @property
-    def shape(self) -> torch.Size:
+    @property  # type: ignore[override]  # a tensor's can be assigned to
+    def shape(self) -> Any:
         return symbol_of(self).shape
 
-    @property
-    def ndim(self) -> int:
+    @property  # type: ignore[override]  # a tensor's can be assigned to
+    def ndim(self) -> Any:
         return symbol_of(self).ndim
 
 

@@ -86,7 +86,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function was called with a symbol among its arguments."""
     if func in (torch.Tensor.__getitem__, operator.getitem):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return args[0][index] if isinstance(args[0], Traced) else tracer_of(index).load(args[0], index)
+        return args[0][index] if isinstance(args[0], Traced) else tracer_of(index).load(args[0], index)  # type: ignore[index]  # all that is traced has it
     if func is torch.Tensor.__setitem__ or kwargs.get("out") is not None:
         raise refuse(WRITING)
     if func in (torch.Tensor.__contains__, torch.Tensor.__bool__):
