@@ -117,8 +117,7 @@ SAME: dict[str, Callable[..., Any]] = {
     "arithmetic": lambda s, b, h, q, kv: s * 2 - 1 + (1 - s) / 2 + 2 / s + q // 2 + 7 // (kv + 1) + q % 3 + 7 % (q + 1) + s**2 + 2**s + (-s) + (+s) + abs(s),
     "bits": lambda s, b, h, q, kv: s + ((q & 3) | (q ^ 1) << 1 >> 1) + (1 << q) + (64 >> q) + ~q,
     "loads": lambda s, b, h, q, kv: s + TABLE[q, kv] + TABLE[q][kv] + ROW[-1] + ROW[q - kv + NUMBER] + NUMBER * q + (NUMBER < q) + (q < NUMBER),
-    "rows": lambda s, b, h, q, kv: s + (ROWS[b, q] * ROWS[b, kv]).sum() + torch.dot(ROWS[b, q], ROWS[b, kv]) + ROWS[b, q] @ ROWS[b, kv] + ROWS[b][kv][2],
-    "functions": lambda s, b, h, q, kv: torch.where(torch.logical_not(q > kv), torch.maximum(s, ROW[q]), s.tanh().clamp(-1, 1)) + F.gelu(s),
+    "rows": lambda s, b, h, q, kv: s + (ROWS[b, q] * ROWS[b, kv]).sum() + ROWS[b][kv][2],
     "attributes": lambda s, b, h, q, kv: s + q.to(s.dtype) + torch.zeros((), dtype=s.dtype, device=s.device) + len(q.shape) + s.ndim + b.new_ones(()),
     "augmented assignments": augmented,
 }
