@@ -47,20 +47,20 @@ class StandIn(Tensor):
             raise refuse(PARTS)
         return super().__torch_function__(func, types, args, kwargs or {})  # dynamo itself, after a graph break inside the function
 
-    @property  # type: ignore[override]  # a tensor's can be assigned to
-    def dtype(self) -> Any:
+    @property
+    def dtype(self) -> Any:  # type: ignore[override]  # a tensor's can be assigned to
         return symbol_of(self).dtype
 
-    @property  # type: ignore[override]  # a tensor's can be assigned to
-    def device(self) -> Any:
+    @property
+    def device(self) -> Any:  # type: ignore[override]  # a tensor's can be assigned to
         return symbol_of(self).device
 
-    @property  # type: ignore[override]  # a tensor's can be assigned to
-    def shape(self) -> Any:
+    @property
+    def shape(self) -> Any:  # type: ignore[override]  # a tensor's can be assigned to
         return symbol_of(self).shape
 
-    @property  # type: ignore[override]  # a tensor's can be assigned to
-    def ndim(self) -> Any:
+    @property
+    def ndim(self) -> Any:  # type: ignore[override]  # a tensor's can be assigned to
         return symbol_of(self).ndim
 
 
