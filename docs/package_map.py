@@ -18,6 +18,7 @@ LAYERS = {
     "errors": "what is raised",
     "_version": "the version",
     "memory": "what a tensor's memory holds",
+    "sizes": "questions about sizes, where torch.export may not know",
     "lang": "programs: tracing, types, intervals, derivatives; one entry per operation",
     "named": "what masks and scores share: sizes they are made for, copies, pickles",
     "masks": "the masks users combine",

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state as jit_trace
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
@@ -28,7 +29,7 @@ def attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
     layout: str = "bhsd",
@@ -87,6 +88,11 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
 
     A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
     """
+    if jit_trace() is not None:
+        raise BackendError(
+            "attention cannot be recorded by torch.jit.trace (nor by torch.onnx.export with dynamo=False): the trace would keep one call's numbers and none "
+            "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
+        )
     if options.scale is not None and type(options.scale) is not float:  # it is part of the key
         options = options._replace(scale=check_scale(options.scale))
     request = Request(*requested_backend(backend), needs_lse, options.seed is not None)

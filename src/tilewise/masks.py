@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.named import Covers, Named, covers, named
+from tilewise.sizes import equal
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -139,7 +140,7 @@ def broadcast_load(tensor: Tensor) -> MaskFunction:
 
     The closure holds a tensor and a tuple of bools, nothing mutable, so that calls with it can be cached.
     """
-    is_one = tuple([size == 1 for size in tensor.shape])
+    is_one = tuple([equal(size, 1) for size in tensor.shape])
 
     def load(b: Any, h: Any, q: Any, kv: Any) -> Any:
         at = (b, h, q, kv)[4 - len(is_one) :]
@@ -149,7 +150,7 @@ def broadcast_load(tensor: Tensor) -> MaskFunction:
 
 
 def at_most(value: Any, limit: int) -> Any:
-    """value <= limit, written as a comparison with 0: torch.compile cannot trace a comparison with an int that varies."""
+    """value <= limit, written as a comparison with 0: before torch 2.11, torch.compile cannot trace a comparison with an int that varies."""
     return value - limit <= 0
 
 

@@ -22,7 +22,7 @@ def varlen_attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
     backend: str | None = None,

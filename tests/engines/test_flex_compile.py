@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.flex_problems import LISTS, MASKS, B, D, H, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
 from tilewise import flex as ours
@@ -96,3 +97,31 @@ def test_a_slice_taken_while_compiling_wants_its_mask_mod() -> None:
 
     with pytest.raises(Exception, match="sliced BlockMask"):
         torch.compile(untouched, backend="eager", fullgraph=True)(torch.randn(1, 1, 128, D))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("name", "dynamic"), [("lengths of a batch", None), ("window", None), ("length", True)])
+def test_a_block_mask_that_is_made_anew_compiles_as_often_as_torchs(name: str, dynamic: bool | None) -> None:
+    """However many blocks it has: none, one or many, partial or full."""
+
+    def graphs(module: Any) -> int:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(module.flex_attention, dynamic=dynamic, fullgraph=True, backend=counter)
+        for size in (300, 900, 130):
+            n = size if name == "length" else 400
+            x, ends = torch.randn(2, 1, n, 8), torch.randint(1, n, (2,))
+            mask = {
+                "lengths of a batch": lambda b, h, i, j: (i >= j) & (j < ends[b]),  # noqa: B023 - used before the next round
+                "window": lambda b, h, i, j: (i >= j) & (i - j < size),  # noqa: B023
+                "length": lambda b, h, i, j: (i >= j) & (j < ends[b]),  # noqa: B023
+            }[name]
+            blocks = module.create_block_mask(mask, 2 if "b" in name else None, None, n, n, device="cpu")
+            if module is ours:
+                assert_close(compiled(x, x, x, block_mask=blocks), ours.flex_attention(x, x, x, block_mask=blocks))
+            else:
+                compiled(x, x, x, block_mask=blocks)
+        return int(counter.frame_count)
+
+    assert graphs(ours) <= graphs(theirs)

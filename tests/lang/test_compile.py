@@ -1,5 +1,7 @@
 """Under torch.compile a function is traced as it is without, and what it must not do is refused there too."""
 
+# ruff: noqa: SIM300 - numbers on the left are part of what is tested
+
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from tilewise.errors import TraceError
 from tilewise.lang import BoundProgram, trace_score
+from tilewise.lang.stand_ins import STANDS_IN
 
 ROW = torch.zeros(5)
 
@@ -85,3 +88,72 @@ COMPUTES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", COMPUTES)
 def test_computing_with_a_captured_tensor_is_allowed(name: str) -> None:
     assert torch.equal(compiled(COMPUTES[name], fullgraph=True), trace_score((COMPUTES[name],)).captures[0])
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+needs_stand_ins = pytest.mark.skipif(not STANDS_IN, reason=f"torch {torch.__version__} cannot follow stand-ins: they are used from 2.11 on")
+TABLE, ROWS, NUMBER = torch.zeros(5, 5), torch.zeros(5, 5, 3), torch.tensor(3)
+
+
+def augmented(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    s += ROW[q]
+    s -= 1
+    s *= 2
+    s /= 3
+    s **= 2
+    q //= 2
+    q %= 3
+    q |= 1
+    q &= 7
+    q ^= 2
+    q <<= 1
+    q >>= 1
+    return s + q
+
+
+SAME: dict[str, Callable[..., Any]] = {
+    "comparisons": lambda s, b, h, q, kv: torch.where((q < 3) & (3 < kv) | (q <= 2) ^ (2 >= kv) & ~(q > kv) & (1 == h) & (h != 2) & (3 <= q), s, 0.0),
+    "arithmetic": lambda s, b, h, q, kv: s * 2 - 1 + (1 - s) / 2 + 2 / s + q // 2 + 7 // (kv + 1) + q % 3 + 7 % (q + 1) + s**2 + 2**s + (-s) + (+s) + abs(s),
+    "bits": lambda s, b, h, q, kv: s + ((q & 3) | (q ^ 1) << 1 >> 1) + (1 << q) + (64 >> q) + ~q,
+    "loads": lambda s, b, h, q, kv: s + TABLE[q, kv] + TABLE[q][kv] + ROW[-1] + ROW[q - kv + NUMBER] + NUMBER * q + (NUMBER < q) + (q < NUMBER),
+    "rows": lambda s, b, h, q, kv: s + (ROWS[b, q] * ROWS[b, kv]).sum() + ROWS[b][kv][2],
+    "attributes": lambda s, b, h, q, kv: s + q.to(s.dtype) + torch.zeros((), dtype=s.dtype, device=s.device) + len(q.shape) + s.ndim + b.new_ones(()),
+    "augmented assignments": augmented,
+}
+
+
+def text_of(call: BoundProgram) -> tuple[Any, ...]:
+    return call.program.text, call.ints, call.floats
+
+
+@needs_stand_ins
+@pytest.mark.parametrize("name", SAME)
+def test_the_program_is_that_of_eager_mode(name: str) -> None:
+    torch._dynamo.reset()
+    found, _ = torch.compile(lambda x: (text_of(trace_score((SAME[name],))), x + 1), backend="eager", fullgraph=True)(torch.zeros(1))
+    assert found == text_of(trace_score((SAME[name],)))
+
+
+def changes_in_place(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    s.add_(1)
+    return s
+
+
+PAST_THE_MODE: dict[str, Callable[..., Any]] = {
+    "transposed": lambda s, b, h, q, kv: s.T,
+    "data": lambda s, b, h, q, kv: s.data,
+    "real": lambda s, b, h, q, kv: s + q.real,
+    "unpacked": lambda s, b, h, q, kv: s + next(iter(ROWS[b, q])),
+    "changed in place": changes_in_place,
+    "branch": lambda s, b, h, q, kv: s if q > kv else -s,
+    "item": lambda s, b, h, q, kv: s + q.item(),
+}
+
+
+@needs_stand_ins
+@pytest.mark.parametrize("name", PAST_THE_MODE)
+def test_no_stand_in_passes_for_a_captured_tensor(name: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"differs for every|in place|branch|item|not part of|endswith"):
+        torch.compile(lambda x: (text_of(trace_score((PAST_THE_MODE[name],))), x + 1), backend="eager", fullgraph=True)(torch.zeros(1))

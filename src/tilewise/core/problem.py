@@ -1,6 +1,7 @@
 """The problem: what one call asks for, checked. Every argument check lives here."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named
 from tilewise.scores import ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
+from tilewise.sizes import equal
 from tilewise.tiles import Extent, TileMap, read_mask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -117,6 +119,11 @@ class Problem:
         return 2 * self.batch * self.heads * self.q_len * self.kv_len * (self.head_dim + self.v_dim)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no query meets a key. A size that torch.export does not know counts as one that is not 0."""
+        return any([equal(size, 0) for size in (self.batch, self.heads, self.q_len, self.kv_len)])
+
+    @property
     def is_causal_only(self) -> bool:
         return self.mask is not None and self.tiles is None and self.mask.program.text == CAUSAL_TEXT
 
@@ -143,7 +150,7 @@ class Options(NamedTuple):
     """What a call asks for besides its tensors."""
 
     scale: float | None = None
-    dropout_p: float = 0.0
+    dropout_p: float = 0  # not 0.0, here and wherever it is a default: torch.compile(dynamic=True) takes that for a number that varies, and compiles twice
     is_causal: bool = False
     enable_gqa: bool = False
     deterministic: bool | None = None
@@ -164,7 +171,7 @@ def make_problem(
     key, value = broadcast_batch(query, key, value)
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
-    if 0 in extent:  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
+    if any([equal(size, 0) for size in extent]):  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
         mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
     check_sizes([mask, *as_scores(score)], extent)
     reading = read_mask(mask, extent, query.device)
@@ -186,7 +193,7 @@ def make_problem(
         tiles=_same_device(reading.tiles, query.device),
         score=_in_memory(program, query.device),
         sinks=check_sinks(sinks, query),
-        scale=1.0 / math.sqrt(query.shape[3]) if options.scale is None else check_scale(options.scale),
+        scale=default_scale(query.shape[3]) if options.scale is None else check_scale(options.scale),
         dropout_p=check_dropout(options.dropout_p),
         seed=seed_tensor(options.seed, options.dropout_p, query.device),
         deterministic=torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic,
@@ -250,7 +257,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             raise InputError(
                 f"{name} has dtype {tensor.dtype}; allowed are float16, bfloat16, float32 and float64, and for key and value float8_e4m3fn and float8_e5m2"
             )
-    if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
+    if key.shape[0] != value.shape[0] or key.shape[0] not in (query.shape[0], 1):
         raise _mismatch("key and value must have the query's batch size, or 1", query, key, value)
     if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
         raise _mismatch("key and value must have the same heads and length", query, key, value)
@@ -357,6 +364,11 @@ def check_sinks(sinks: list[Tensor], query: Tensor) -> Tensor | None:
     return moved(sinks[0], query.device, "sinks")
 
 
+def default_scale(head_dim: int) -> float:
+    """Of a number: torch.compile(dynamic=True) may have a symbol, and would compile everything twice to get rid of it."""
+    return 1.0 / math.sqrt(operator.index(head_dim))
+
+
 def check_scale(scale: Any) -> float:
     """A number of whatever library; torch's symbols pass as they are."""
     if isinstance(scale, (float, torch.SymFloat, torch.SymInt)):
@@ -375,7 +387,7 @@ def check_scale(scale: Any) -> float:
 def check_dropout(p: float) -> float:
     if not 0.0 <= p <= 1.0:
         raise InputError(f"dropout_p must be from 0 to 1, got {p}")
-    return float(p)
+    return 0.0 if p == 0 else float(p)
 
 
 def seed_tensor(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> Tensor | None:

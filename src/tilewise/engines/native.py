@@ -44,7 +44,7 @@ class NativeEngine(Engine):
             return "SDPA takes no tile map"
         if problem.mask is not None and not problem.is_causal_only and self._dense(problem) is None:
             return "SDPA takes no mask but causal and a tensor of (queries, keys)"
-        if problem.kv_len == 0 or problem.q_len == 0 or problem.batch == 0 or problem.heads == 0:
+        if problem.is_empty:
             return f"SDPA does not define empty problems, got {problem.describe()}"
         if problem.device.type == "cuda" and not all([rows_are_aligned(t) for t in (problem.query, problem.key, problem.value)]):
             return "SDPA's CUDA kernels need rows of consecutive elements that begin on 16 bytes"
@@ -93,7 +93,7 @@ class NativeEngine(Engine):
                 dropout_p=problem.dropout_p,
                 is_causal=problem.is_causal_only,
                 scale=problem.scale,
-                enable_gqa=problem.heads != problem.kv_heads,
+                **({"enable_gqa": True} if problem.heads != problem.kv_heads else {}),  # decided by `if`: with dynamic=True, torch.compile has no bool here
             )
         finally:
             own_call.running = False

@@ -116,7 +116,7 @@ def candidates(backend: str) -> list[Engine]:
 def takes_dense_mask(backend: str) -> bool:
     """Whether a backend hands a mask tensor on as it is, whatever the problem."""
     found = candidates(backend)
-    return bool(found) and all([e.takes_dense_mask for e in found])
+    return len(found) > 0 and all([e.takes_dense_mask for e in found])
 
 
 def reason_against(engine: Engine, problem: Problem, request: Request) -> str | None:

@@ -19,6 +19,7 @@ from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
 from tilewise.memory import can_be_looked_at
+from tilewise.sizes import broadcasts
 
 FORBIDS = -9984.0  # added to a score, this or less makes exp() 0: clients write "do not attend" as -10000, which bfloat16 rounds to -9984
 REMEMBERED = 64
@@ -50,7 +51,7 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
 def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(f"a mask tensor must be boolean (true: attend) or floating point (added to the scores), got {mask.dtype}")
-    if mask.dim() > 4 or any([have not in (1, want) for have, want in zip(reversed(mask.shape), reversed(sizes), strict=False)]):
+    if not broadcasts(mask.shape, sizes):
         raise InputError(f"a mask tensor of shape {tuple(mask.shape)} does not broadcast to (batch, heads, queries, keys) = {sizes}")
 
 

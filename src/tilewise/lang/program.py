@@ -5,6 +5,7 @@ in the program but in its arguments: captured tensors, and the Python numbers me
 slots). The program's text is its key, and enough to rebuild it (parse.py).
 """
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class Tape:
         if isinstance(value, bool):
             return self.put("literal", (), str(value), Type("bool", NUMBER))
         if isinstance(value, int):
-            return self.put("literal", (), str(int(value)), Type("i64", NUMBER))
+            return self.put("literal", (), str(operator.index(value)), Type("i64", NUMBER))  # of torch.compile's symbols, this makes a number
         return self.put("literal", (), repr(float(value)), Type("f32", NUMBER))
 
     def load(self, slot: int, dtype: str, indices: tuple[int, ...]) -> int:

@@ -1,7 +1,9 @@
 """Calls of torch's functions with symbols among their arguments: which function answers, and what it may be given."""
 
 import inspect
+import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,19 +47,22 @@ def handler(name: str, f: Callable[..., Any]) -> Handler:
 
 
 def _by_function() -> dict[Any, Handler]:
-    """The tables by torch's own function objects, under every name torch gives them."""
+    """The tables by torch's own function objects, under every name torch gives them, and Python's operators, which torch.export names itself."""
     found: dict[Any, Handler] = {}
     for name, f in (FUNCTIONS | OPERATORS).items():
         h = handler(name, f)
-        for home, spelling in ((torch, name), (torch.Tensor, name), (torch.nn.functional, name), (torch.special, name)):
-            function = getattr(home, spelling, None)
+        for home in (operator, torch, torch.Tensor, torch.nn.functional, torch.special):
+            function = getattr(home, name, None)
             if callable(function) and not isinstance(function, type):
-                found[function] = h
+                found.setdefault(function, h)
     found[torch.Tensor.where] = handler("where", where_method)
     return found
 
 
 BY_FUNCTION = _by_function()
+# Some operators of tensors are functions written in Python. Dynamo makes such a function anew whenever an operator calls it: no dictionary finds it, `is` does.
+IN_PYTHON = tuple([(f, h) for f, h in BY_FUNCTION.items() if isinstance(f, FunctionType) and f.__module__ == "torch._tensor"])
+SHAPES = {torch.Tensor.dim: "dim", torch.Tensor.size: "size", torch.Tensor.__len__: "__len__"}  # asked of a row under torch.compile
 CUSTOM_OPERATORS = {"approx.tanh": BY_FUNCTION[torch.tanh]}  # the name users know a hardware tanh by; here it is exact
 
 
@@ -73,14 +78,16 @@ def unknown(name: str) -> TraceError:
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function was called with a symbol among its arguments."""
-    if func is torch.Tensor.__getitem__:
+    if func in (torch.Tensor.__getitem__, operator.getitem):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return tracer_of(index).load(args[0], index)
+        return args[0][index] if isinstance(args[0], Traced) else tracer_of(index).load(args[0], index)  # type: ignore[index]  # all that is traced has it
+    if func in SHAPES:
+        return getattr(args[0], SHAPES[func])(*args[1:], **kwargs)
     if func is torch.Tensor.__setitem__ or kwargs.get("out") is not None:
         raise refuse(WRITING)
-    if func is torch.Tensor.__contains__:
+    if func in (torch.Tensor.__contains__, torch.Tensor.__bool__):
         raise refuse(BRANCHING)
-    found = BY_FUNCTION.get(func)
+    found = _handler_of(func)
     if found is None and isinstance(func, torch._ops.OpOverloadPacket):
         found = CUSTOM_OPERATORS.get(str(func))
         if found is None:
@@ -88,6 +95,14 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if found is None:
         raise unknown(func.__name__)
     return found(args, {k: v for k, v in kwargs.items() if k != "out"})
+
+
+def _handler_of(func: Any) -> Handler | None:
+    if torch.compiler.is_dynamo_compiling():
+        for known, found in IN_PYTHON:
+            if func is known:
+                return found
+    return BY_FUNCTION.get(func)
 
 
 # -- what symbols get from here --------------------------------------------------------------------------------------

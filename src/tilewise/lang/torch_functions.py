@@ -600,6 +600,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "__rpow__": swapped(power),
     "__matmul__": REDUCTIONS["dot"],
     "__rmatmul__": swapped(REDUCTIONS["dot"]),
+    "__invert__": unary("not"),
+    "__pos__": positive,
 }
 for _name, _op in (
     ("add", "add"),

@@ -15,6 +15,7 @@ from tilewise.errors import TraceError
 from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Instruction, finish, program_of
 from tilewise.lang.refusals import WRITING, refuse
 from tilewise.lang.rows import Row
+from tilewise.lang.stand_ins import STANDS_IN, StandIns
 from tilewise.lang.symbol import Symbol
 from tilewise.lang.torch_calls import called
 from tilewise.lang.tracer import Tracer, has_symbol
@@ -59,9 +60,15 @@ def defined_at(function: Any) -> str:
 
 
 def _call(tracer: Tracer, function: Callable[..., Any], symbols: list[Symbol], kind: str, signature: str) -> Any:
-    if torch.compiler.is_compiling():
-        with _Watch():
-            return function(*symbols)
+    if torch.compiler.is_dynamo_compiling():
+        if not STANDS_IN:
+            with _Watch():
+                return function(*symbols)
+        stand_ins = StandIns()
+        given = [stand_ins.hide(s) for s in symbols]
+        with _Watch(stand_ins):
+            result = function(*given)
+        return stand_ins.reveal(result)
     _check_parameters(function, len(symbols), kind, signature)
     watch = _Watch()
     with watch:
@@ -73,14 +80,20 @@ def _call(tracer: Tracer, function: Callable[..., Any], symbols: list[Symbol], k
 class _Watch(TorchFunctionMode):
     """Sees `tensor[symbol]`, which torch would not hand to the symbol, and stops writes to captured tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: StandIns | None = None) -> None:
         super().__init__()
+        self.stand_ins = stand_ins
         self.computed = False  # whether the function computed with tensors of its own
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.stand_ins is not None:
+            if func is torch.Tensor.as_subclass:  # symbol_of
+                return self.stand_ins.reveal(args[0])
+            func, args, kwargs = self.stand_ins.opened(func, args, kwargs)
         if has_symbol(args) or has_symbol(tuple(kwargs.values())):
-            return called(func, args, kwargs)
+            found = called(func, args, kwargs)
+            return found if self.stand_ins is None else self.stand_ins.hide(found)
         name = _WRITERS.get(func, "") if torch.compiler.is_compiling() else getattr(func, "__name__", "")
         if _writes(name) or kwargs.get("inplace"):
             raise refuse(f"{name} changes a tensor in place; a mask or score function must not have side effects")

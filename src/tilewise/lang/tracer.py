@@ -10,6 +10,7 @@ from tilewise.lang.refusals import refuse, undefined
 from tilewise.lang.rows import CapturedRow, Row, broadcast, constant, element_of, elementwise, made
 from tilewise.lang.symbol import Symbol, Trace, Traced
 from tilewise.lang.types import DTYPE_OF, NAME_OF
+from tilewise.sizes import equal
 
 
 class Tracer:
@@ -113,7 +114,7 @@ class Tracer:
                 raise refuse(f"index {i} is outside a dimension of size {size} of a captured tensor of shape {tuple(tensor.shape)}")
         at = [self._index(i) for i in index]
         slot = self.capture(tensor)
-        if tensor.numel() == 0:
+        if equal(tensor.numel(), 0):
             raise refuse(f"a captured tensor of shape {tuple(tensor.shape)} has no element to load")
         return Symbol(self, self.tape.load(slot, NAME_OF[tensor.dtype], tuple(at)))
 

@@ -31,6 +31,15 @@ class Runs:
     def device(self) -> torch.device:
         return self.offsets.device
 
+    def leave_size_open(self) -> None:
+        """Tell torch.compile that the number of runs is a matter of contents: another map, of none, one or many runs, is then the same graph.
+
+        What torch._dynamo.mark_unbacked sets, without what it imports.
+        """
+        for runs in (self.start, self.count):
+            runs._dynamo_unbacked_indices = {0}  # type: ignore[attr-defined]
+            runs._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
     def total(self) -> int:
         """How many cells are covered."""
         return int(self.count.sum(dtype=torch.int64))

@@ -9,6 +9,7 @@ from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.masks import Grid, Mask, broadcast_load
 from tilewise.memory import can_be_looked_at, check_dense
+from tilewise.sizes import broadcasts
 from tilewise.tiles.geometry import Geometry
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call
@@ -85,7 +86,7 @@ def _read_tensor(mask: Tensor, extent: Extent) -> MaskReading:
             raise InputError(f"a 2-D mask of shape {shape} may mean (batch, keys) or (queries, keys) here; write mask[:, None, None, :] or mask[None, None]")
         if padding and not square:
             mask = mask[:, None, None, :]
-    if mask.dim() > 4 or any(m not in (1, w) for m, w in zip(reversed(mask.shape), reversed(whole), strict=False)):
+    if not broadcasts(mask.shape, whole):
         raise InputError(f"a mask tensor of shape {shape} does not broadcast to (batch, heads, queries, keys) = {whole}, nor is it (batch, keys)")
     if mask.is_floating_point():
         return MaskReading(_allowed_by_additive(mask), None, mask, name)

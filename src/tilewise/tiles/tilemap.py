@@ -41,6 +41,9 @@ class TileMap:
     def __post_init__(self) -> None:
         if self.mask is None:
             object.__setattr__(self, "given", True)
+        if not torch.compiler.is_compiling():
+            self.partial.leave_size_open()
+            self.full.leave_size_open()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle of the map holds: all but what engines made of it."""
