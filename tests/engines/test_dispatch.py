@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import masks, scores
-from tilewise.core import store
+from tilewise.core import folders
 from tilewise.engines import ENGINES, Engine
 from tilewise.engines.cpp import CppEngine
 from tilewise.engines.native import NativeEngine
@@ -367,7 +367,7 @@ def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) ->
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
     """What has been warned of since."""
-    monkeypatch.setattr(store, "_warned", set())
+    monkeypatch.setattr(folders, "_warned", set())
     with caplog.at_level(logging.WARNING, logger="tilewise"):
         yield lambda: [r.getMessage() for r in caplog.records]
 

@@ -139,7 +139,7 @@ def by_key(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
 
 
 def apart(draw: Draw, dtype: Dtype) -> Callable[..., Any]:
-    left, right = draw.learned(draw.case.q_len, 3, dtype=dtype), draw.learned(draw.case.kv[2], 3, dtype=dtype)
+    left, right = draw.learned(draw.case.q_len, 3, dtype=dtype, size=0.5), draw.learned(draw.case.kv[2], 3, dtype=dtype, size=0.5)
     return lambda s, b, h, q, kv: s - 0.25 * (left[q] - right[kv]).pow(2).sum(-1)
 
 
