@@ -82,6 +82,28 @@ def test_cuda_graphs_are_captured_and_replayed(name: str) -> None:
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.parametrize("name", ["document", "captured size"])
+def test_masks_of_contents_run_beside_cuda_graphs(name: str) -> None:
+    """Their maps cannot be made in a capture: inductor leaves the operator out of its graphs."""
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(TOUR[name](q * 0.5, k, v)) + q
+
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        assert_compiled_is_eager(compiled, layer, tensors(seed=seed))
+
+
+def test_block_masks_beside_cuda_graphs() -> None:
+    compiled = torch.compile(tw.flex.flex_attention, fullgraph=True, mode="reduce-overhead")
+    q, k, v = (t.detach() for t in tensors(1024))
+    for seed in range(4):
+        end = torch.tensor(200 * (seed + 1), device="cuda")
+        blocks = tw.flex.create_block_mask(lambda b, h, i, j: (i >= j) & (j < end), None, None, 1024, 1024, device="cuda")  # noqa: B023 - used before the next round
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(compiled(q, k, v, block_mask=blocks).clone(), tw.flex.flex_attention(q, k, v, block_mask=blocks))
+
+
 def test_a_learned_table_under_cuda_graphs() -> None:
     table = TABLE.to("cuda").requires_grad_()
 
