@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.core.recording import unrecorded
-from tilewise.engines import Engine, Output, Request, are_active, is_plain, run_eager, run_operator, transformed
+from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, transformed
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
@@ -137,7 +137,7 @@ def run_engine(engine: Engine, problem: Problem, plan: Plan) -> Output:
         return run_eager(engine, problem, plan)
     if not torch.compiler.is_compiling() and are_active():
         return transformed(engine, problem)
-    return run_operator(engine, problem)
+    return Output(*torch.ops.tilewise.attention(*arguments(engine.name, problem)))
 
 
 def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool) -> Any:

@@ -4,7 +4,7 @@ from tilewise.core.output import Gradients, Output
 from tilewise.engines.autograd import run_eager
 from tilewise.engines.base import Engine, Request, is_plain
 from tilewise.engines.registry import ENGINES, engine_named
-from tilewise.engines.torch_op import run_operator
+from tilewise.engines.torch_op import arguments
 from tilewise.engines.transforms import are_active, transformed
 
-__all__ = ["ENGINES", "Engine", "Gradients", "Output", "Request", "are_active", "engine_named", "is_plain", "run_eager", "run_operator", "transformed"]
+__all__ = ["ENGINES", "Engine", "Gradients", "Output", "Request", "are_active", "arguments", "engine_named", "is_plain", "run_eager", "transformed"]

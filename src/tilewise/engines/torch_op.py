@@ -4,7 +4,6 @@ Its arguments are plain data (programs as text), so that a graph holds nothing b
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,27 +28,17 @@ SCORE_CAPTURES = 11  # position among the arguments
 SINKS = 14
 NOT_TWICE = "attention cannot be differentiated twice: its backward has no derivative of its own; torch's SDPA has one with SDPBackend.MATH"
 
-# Two operators for one function. Inductor leaves the second out of the CUDA graphs it captures (torch 2.9 and newer): where a mask loads from tensors, its
-# map is made from their contents, which no capture can wait for.
-PLAIN, OF_CONTENTS = "attention", "attention_of_contents"
-TAGS = {PLAIN: (), OF_CONTENTS: (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()}
+# Inductor runs the operators between the CUDA graphs it captures, not inside (torch 2.9 and newer): what engines make once and keep, such as tile maps,
+# must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one.
+TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 library = torch.library.Library("tilewise", "FRAGMENT")
-for _name, _tags in TAGS.items():
-    library.define(f"{_name}({ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
-    library.define(
-        f"{_name}_backward({ARGUMENTS}, Tensor out, Tensor lse, Tensor max_score, Tensor grad_out, Tensor? grad_lse, int[] wanted) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
-        tags=_tags,
-    )
-
-
-def run_operator(engine: Engine, problem: Problem) -> Output:
-    """The forward of a call as a node of a graph."""
-    args = arguments(engine.name, problem)
-    if problem.tiles is not None or (problem.mask is not None and problem.mask.captures):
-        return Output(*torch.ops.tilewise.attention_of_contents(*args))
-    return Output(*torch.ops.tilewise.attention(*args))
+library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+library.define(
+    f"attention_backward({ARGUMENTS}, Tensor out, Tensor lse, Tensor max_score, Tensor grad_out, Tensor? grad_lse, int[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    tags=TAGS,
+)
 
 
 def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
@@ -128,6 +117,11 @@ def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     return found.query.contiguous(), found.key.contiguous(), found.value.contiguous(), sinks, [found.captures[k].contiguous() for k in wanted]
 
 
+library.impl("attention", forward, "CompositeExplicitAutograd")
+library.impl("attention_backward", backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilewise::attention", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, value = args[1], args[3]
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -135,6 +129,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return like_query(query, value.shape[3]), rows, torch.empty_like(rows)
 
 
+@torch.library.register_fake("tilewise::attention_backward", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     query, key, value, captures, sinks, wanted = args[1], args[2], args[3], args[SCORE_CAPTURES], args[SINKS], args[-1]
 
@@ -170,12 +165,12 @@ def _saved(ctx: Any) -> tuple[list[Any], tuple[Tensor, ...]]:
     return inputs, output
 
 
-def _gradients(backward_operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
     inputs, output = _saved(ctx)
     if grad_out is None:
         grad_out = torch.zeros_like(output[0])
     wanted = [k for k, needed in enumerate(ctx.needs_input_grad[SCORE_CAPTURES]) if needed]
-    query, key, value, sinks, captures = backward_operator(*inputs, *output, grad_out, grad_lse, wanted)
+    query, key, value, sinks, captures = torch.ops.tilewise.attention_backward(*inputs, *output, grad_out, grad_lse, wanted)
     found: list[Any] = [None] * COUNT
     found[1:4] = query, key, value
     found[SCORE_CAPTURES] = [captures[wanted.index(k)] if k in wanted else None for k in range(len(inputs[SCORE_CAPTURES]))]
@@ -191,11 +186,5 @@ def _not_twice(ctx: Any, *gradients: Any) -> Any:
     raise BackendError(NOT_TWICE)
 
 
-for _name in TAGS:
-    library.impl(_name, forward, "CompositeExplicitAutograd")
-    library.impl(f"{_name}_backward", backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake_forward, lib=library)
-    torch.library.register_fake(f"tilewise::{_name}_backward", _fake_backward, lib=library)
-    _differentiate = partial(_gradients, getattr(torch.ops.tilewise, f"{_name}_backward"))
-    torch.library.register_autograd(f"tilewise::{_name}", _differentiate, setup_context=_save, lib=library)
-    torch.library.register_autograd(f"tilewise::{_name}_backward", _not_twice, lib=library)
+torch.library.register_autograd("tilewise::attention", _gradients, setup_context=_save, lib=library)
+torch.library.register_autograd("tilewise::attention_backward", _not_twice, lib=library)
