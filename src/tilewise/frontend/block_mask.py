@@ -98,6 +98,8 @@ class BlockMask:
     dq_kv_order: Tensor | None
     dq_kv_order_spt: bool | None
     BLOCK_SIZE: tuple[int, int]
+    seq_lengths: tuple[int, int]
+    mask_mod: MaskFunction | None
     _tiles: TileMap | None  # None: the lists are the mask or, if there are no lists either, it has yet to be built from mask_mod
     _lists: dict[str, Tensor | None]
     _versions: dict[str, int]  # of the derived lists, to notice changes in place
@@ -134,8 +136,8 @@ class BlockMask:
 
     def _start(self, seq_lengths: tuple[int, int], block: int | tuple[int, int], mask_mod: MaskFunction, batch: tuple[int, ...]) -> None:
         self.BLOCK_SIZE = (block, block) if isinstance(block, int) else (block[0], block[1])
-        self._lengths, self._mask_mod, self._batch = (seq_lengths[0], seq_lengths[1]), mask_mod, batch
-        self._new_lengths = self._new_mask = False  # assigned by the user
+        self.seq_lengths, self.mask_mod, self._batch = (seq_lengths[0], seq_lengths[1]), mask_mod, batch
+        self._made_for, self._made_of = self.seq_lengths, mask_mod  # the first two, until the user assigns others
         self._separate = True  # full blocks are listed separately
         self._lists, self._versions, self._tiles = {}, {}, None
         self._of_function = False  # the tiles are those of a mask function, of which torch lists full blocks at the ends as partial
@@ -217,21 +219,23 @@ class BlockMask:
 
     # -- what the user may assign ------------------------------------------------------------------------------------
 
-    @property
-    def mask_mod(self) -> MaskFunction:
-        return self._mask_mod
-
-    @mask_mod.setter
-    def mask_mod(self, function: MaskFunction | None) -> None:
-        self._mask_mod, self._new_mask = noop_mask if function is None else function, True
+    # seq_lengths and mask_mod are plain attributes, not properties: Dynamo of torch 2.11 passes a property's setter by.
 
     @property
-    def seq_lengths(self) -> tuple[int, int]:
-        return self._lengths
+    def _lengths(self) -> tuple[int, int]:
+        return (self.seq_lengths[0], self.seq_lengths[1])
 
-    @seq_lengths.setter
-    def seq_lengths(self, lengths: tuple[int, int]) -> None:
-        self._lengths, self._new_lengths = (lengths[0], lengths[1]), True
+    @property
+    def _new_lengths(self) -> bool:
+        return self._lengths != self._made_for
+
+    @property
+    def _mask_mod(self) -> MaskFunction:
+        return noop_mask if self.mask_mod is None else self.mask_mod
+
+    @property
+    def _new_mask(self) -> bool:
+        return self.mask_mod is not self._made_of
 
     def _list(self, name: str) -> Tensor | None:
         if name not in self._lists:

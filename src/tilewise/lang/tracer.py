@@ -76,6 +76,8 @@ class Tracer:
         raise refuse(f"{type(value).__name__} {value!r} cannot be used with b, h, q, kv or score; use numbers or tensors")
 
     def emit(self, op: str, *values: Any) -> Any:
+        if op in ("add", "mul") and isinstance(values[0], (int, float)) and not isinstance(values[1], (int, float)):
+            values = (values[1], values[0])  # 2 * x is x * 2: so torch.compile gives it, and programs that differ in nothing else are one
         operands = [self.value(v) for v in values]
         if any([isinstance(x, Row) for x in operands]):
             return elementwise(self, lambda *elements: self.emit(op, *elements), operands)
