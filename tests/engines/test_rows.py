@@ -67,3 +67,18 @@ def test_as_torchs_drop_in_and_compiled() -> None:
     torch.testing.assert_close(tw.flex.flex_attention(q, k, v, score), wanted, rtol=1e-4, atol=1e-5)
     compiled = torch.compile(lambda q, k, v: tw.flex.flex_attention(q, k, v, score), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_every_form_of_a_row_also_compiled() -> None:
+    """Under torch.compile a tensor stands for the row: its shape, its parts and both results of max(dim) must be the row's."""
+    table = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        row = table[i] - table[j]
+        largest, at = row.abs().max(-1)
+        return s - largest / (row.size(-1) + row.dim()) + 0.1 * at + row[0] * row[1:].mean(-1)
+
+    q, k, v = (t.detach().float() for t in inputs())
+    wanted = plainly(Mod(None, score, []))(q, k, v)
+    for attend in (tw.attention, torch.compile(tw.attention, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(attend(q, k, v, score=score), wanted, rtol=1e-4, atol=1e-5)
