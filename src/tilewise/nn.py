@@ -78,7 +78,7 @@ class Attention(Module):
         return_lse: bool = False,
         seed: int | Tensor | None = None,
     ) -> Any:
-        """A mask given here allows what its own allows, too; scores given here come after its own."""
+        """A mask given here and its own both have to allow; scores given here come after its own."""
         own = self.mask() if isinstance(self.mask, Module) else self.mask
         if own is not None and mask is not None:
             mask = as_mask(own) & mask
