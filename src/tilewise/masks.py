@@ -35,7 +35,7 @@ class Mask(Named):
     It is traced wherever a plain function would be: in every call, unless the call cache knows all that it reads. If it is `fixed`, once.
     """
 
-    _trace: BoundProgram | None = None
+    _trace: tuple[BoundProgram, list[tuple[torch.dtype, torch.Size]]] | None = None
 
     def __init__(
         self, function: MaskFunction, label: str, *parameters: Any, grid: Grid | None = None, covers: tuple[Covers, ...] = (), fixed: bool = False
@@ -91,9 +91,16 @@ class Mask(Named):
     def traced(self) -> BoundProgram:
         if torch.compiler.is_compiling() or not self.fixed:
             return trace_mask(self.function)
-        if self._trace is None or not self._trace.fits_captures():  # a captured tensor may have got another dtype: tensor.data = ...
-            self._trace = trace_mask(self.function)
-        return self._trace
+        kept = self._trace
+        if kept is None or kept[1] != _forms(kept[0].captures):  # a captured tensor may have got another dtype or shape: tensor.data = ...
+            trace = trace_mask(self.function)
+            kept = self._trace = (trace, _forms(trace.captures))
+        return kept[0]
+
+
+def _forms(captures: tuple[Tensor, ...]) -> list[tuple[torch.dtype, torch.Size]]:
+    """What a program is made for. Of shapes the rank would do, but for rows, which are written out element by element."""
+    return [(t.dtype, t.shape) for t in captures]
 
 
 def logical_not(allowed: Any) -> Any:

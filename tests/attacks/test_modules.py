@@ -389,3 +389,12 @@ def test_calls_go_with_the_memory_of_a_scores_tensors() -> None:
         bias = torch.full((1, HEADS, 1, 1), float(step))
         tw.attention(*tensors(), score=scores.bias(bias), backend="blocked")
     assert len(call_cache._calls) <= 3
+
+
+def test_a_fixed_mask_of_rows_that_grow() -> None:
+    lists = torch.zeros(32, 2, dtype=torch.long)
+    mask, x = masks.Mask(lambda b, h, q, kv: (lists[q] == kv).any(-1), "lists", fixed=True), torch.randn(1, 1, 32, 8)
+    tw.attention(x, x, x, mask=mask, backend="blocked")
+    lists.data = torch.arange(32 * 3).view(32, 3) % 32
+    dense = (lists[:, None, :] == torch.arange(32)[:, None]).any(-1)
+    torch.testing.assert_close(tw.attention(x, x, x, mask=mask, backend="blocked"), tw.attention(x, x, x, mask=dense, backend="reference"))

@@ -24,8 +24,8 @@ def helper(q: Any, kv: Any) -> Any:
 def reset() -> Iterator[None]:
     call_cache.forget()
     state.limit = 3
-    helper.limit = 3
-    HELD.limit = 3
+    helper.limit = helper.size = helper.LIMIT = 3
+    HELD.limit = HELD.e = 3
     yield
     if hasattr(torch, "tilewise_limit"):
         del torch.tilewise_limit
@@ -47,8 +47,8 @@ def reading(path: Path) -> Callable[..., Any]:
 
 def set_state(value: int, path: Path) -> None:
     state.limit = value
-    helper.limit = value
-    HELD.limit = value
+    helper.limit = helper.size = helper.LIMIT = value
+    HELD.limit = HELD.e = value
     torch.tilewise_limit = value
     globals()["LIMIT"] = value
     path.write_text(str(value))
@@ -57,6 +57,9 @@ def set_state(value: int, path: Path) -> None:
 FUNCTIONS: dict[str, Callable[[Path], Callable[..., Any]]] = {
     "a module imported inside": lambda path: imported_inside,
     "an attribute of a helper": lambda path: lambda b, h, q, kv: helper(q, kv),
+    "an attribute of a helper, named like one of a tensor": lambda path: lambda b, h, q, kv: q - kv < helper.size,
+    "an attribute of a helper, named like a global": lambda path: lambda b, h, q, kv: q - kv < helper.LIMIT,
+    "an attribute of a captured tensor, named like one of math": lambda path: lambda b, h, q, kv: (q - kv < HELD.e) & (HELD[q] >= 0),
     "an attribute of a captured tensor": lambda path: lambda b, h, q, kv: (q - kv < HELD.limit) & (HELD[q] >= 0),
     "an attribute set on torch": lambda path: lambda b, h, q, kv: q - kv < torch.tilewise_limit,
     "globals": lambda path: lambda b, h, q, kv: q - kv < globals()["LIMIT"],
@@ -115,3 +118,12 @@ def test_builtins_are_what_they_are() -> None:
     ):
         assert name not in SAFE_NAMES
         assert hasattr(builtins, name) or hasattr(torch, name) or hasattr(torch.Tensor, name)
+
+
+def test_a_plain_attribute_of_a_captured_tensor_costs_no_cached_call() -> None:
+    """Frameworks mark parameters (`_is_hf_initialized`)."""
+    bias, x = torch.nn.Parameter(torch.randn(64)), torch.randn(1, 1, 64, 8)
+    bias.marked = True
+    for _ in range(2):
+        tw.attention(x, x, x, score=lambda s, b, h, q, kv: s + bias[kv], backend="blocked")
+    assert len(call_cache._calls) == 1

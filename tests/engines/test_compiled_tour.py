@@ -147,3 +147,10 @@ def test_nothing_around_a_call_is_remembered_too_long() -> None:
     layer.table = torch.nn.Parameter(torch.arange(H) * inputs[0].new_ones(()))  # adds the same to every score of a head: the result stays
     assert torch.equal(compiled(*inputs), layer(*inputs))
     assert torch.autograd.grad(compiled(*inputs).sum(), layer.table)[0].shape == (H,)
+
+
+def test_a_whole_number_as_scale_that_varies() -> None:
+    q, k, v = (t.detach() for t in tensors(20))
+    compiled = torch.compile(lambda q, k, v, scale: tw.attention(q, k, v, scale=scale, backend="blocked"), backend="eager", fullgraph=True)
+    for scale in (1, 2, 3):
+        torch.testing.assert_close(compiled(q, k, v, scale), tw.attention(q, k, v, scale=scale, backend="blocked"))

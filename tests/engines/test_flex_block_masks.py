@@ -148,12 +148,16 @@ def test_assigned_lists_are_the_mask() -> None:
         assert int(own.q_num_blocks.sum()) == int(counts.sum())
 
 
-def test_a_derived_list_that_is_written_to_is_the_mask() -> None:
+@pytest.mark.parametrize("way", ["written", "replaced"])
+def test_a_derived_list_that_is_written_to_is_the_mask(way: str) -> None:
     n = 256
     q, k, v = tensors(n)
     own = ours.create_block_mask(MASKS["causal"](n), 1, 1, n, n, device="cpu", BLOCK_SIZE=64)
     ours.flex_attention(q, k, v, None, own)
-    own.full_kv_num_blocks.zero_()
+    if way == "written":
+        own.full_kv_num_blocks.zero_()
+    else:
+        own.full_kv_num_blocks.data = torch.zeros_like(own.full_kv_num_blocks)
     diagonal = (torch.arange(n)[:, None] // 64 == torch.arange(n) // 64) & (torch.arange(n)[:, None] >= torch.arange(n))
     assert_close(ours.flex_attention(q, k, v, None, own), dense(q, k, v, None, diagonal)[0])
     assert int(own.full_q_num_blocks.sum()) == 0

@@ -1,5 +1,6 @@
 """tilewise.flex under torch.compile: block masks from outside and made inside, and a decoding step that compiles once."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -125,3 +126,20 @@ def test_a_block_mask_that_is_made_anew_compiles_as_often_as_torchs(name: str, d
         return int(counter.frame_count)
 
     assert graphs(ours) <= graphs(theirs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("made", ["sliced", "unpickled"])
+def test_compiling_with_a_block_mask_whose_program_was_never_asked(made: str) -> None:
+    """What a program uses is found while compiling, too."""
+    q, k, v = tensors(256)
+    whole = ours.create_block_mask(local_mask, B, H, 256, 256, device="cpu", BLOCK_SIZE=64)
+    given = whole[:, :, 1:3] if made == "sliced" else pickle.loads(pickle.dumps(whole))
+    rows = slice(64, 192) if made == "sliced" else slice(0, 256)
+    compiled = torch.compile(ours.flex_attention, backend="eager", fullgraph=True)
+    expected = ours.flex_attention(q, k, v, block_mask=whole)[:, :, rows]
+    assert_close(compiled(q[:, :, rows], k, v, block_mask=given), expected)
+
+
+def local_mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q >= kv) & (q - kv < 100)

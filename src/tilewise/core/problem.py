@@ -371,9 +371,9 @@ def default_scale(head_dim: int) -> float:
 
 def check_scale(scale: Any) -> float:
     """A number of whatever library; torch's symbols pass as they are."""
-    if isinstance(scale, (float, torch.SymFloat, torch.SymInt)):
+    if isinstance(scale, (float, int, torch.SymFloat, torch.SymInt)):
         symbol: Any = scale
-        return float(scale) if isinstance(scale, float) else symbol
+        return symbol if torch.compiler.is_compiling() else float(scale)
     if isinstance(scale, Tensor) and (scale.requires_grad or torch.compiler.is_compiling()):  # its gradient would be lost, or its value is not known yet
         raise InputError("scale must be a number, got a tensor that is learned or compiled; such a scale is a score: score=lambda s, b, h, q, kv: s * scale")
     if isinstance(scale, (str, bytes)) or getattr(scale, "shape", ()) != ():

@@ -102,7 +102,7 @@ class BlockMask:
     mask_mod: MaskFunction | None
     _tiles: TileMap | None  # None: the lists are the mask or, if there are no lists either, it has yet to be built from mask_mod
     _lists: dict[str, Tensor | None]
-    _versions: dict[str, int]  # of the derived lists, to notice changes in place
+    _versions: dict[str, tuple[int, int]]  # of the derived lists: version and address, to notice writes and assignments to .data
     _orders: dict[str, Tensor | None]  # dq_write_order by the list that it orders
 
     def __init__(
@@ -243,7 +243,7 @@ class BlockMask:
                 found = self._derived(name)
             self._lists[name] = found
             if found is not None:
-                self._versions[name] = 0 if torch.compiler.is_compiling() else found._version
+                self._versions[name] = _version(found)
         return self._lists[name]
 
     def _assign(self, name: str, value: Tensor | None) -> None:
@@ -268,7 +268,7 @@ class BlockMask:
         """If a derived list was changed in place, the lists become the mask. A graph cannot tell, so while compiling every list that was read counts."""
         if self._tiles is not None and self._versions:
             lists = [(self._lists[name], version) for name, version in self._versions.items() if name in FORWARD]
-            if any([t is not None and (torch.compiler.is_compiling() or t._version != version) for t, version in lists]):
+            if any([t is not None and (torch.compiler.is_compiling() or _version(t) != version) for t, version in lists]):
                 self._give_up_tiles()
                 self._forget(BACKWARD)
 
@@ -515,6 +515,10 @@ class BlockMask:
             "mask_mod": getattr(self.mask_mod, "__name__", self.mask_mod),
         }
         return "BlockMask(\n" + ",\n".join([f"    {name}={value}" for name, value in fields.items()]) + "\n)"
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return (0, 0) if torch.compiler.is_compiling() else (tensor._version, tensor.data_ptr())
 
 
 def _versioned() -> AbstractContextManager[Any]:

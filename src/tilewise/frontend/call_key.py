@@ -8,6 +8,7 @@ memory does not hold its values: memory.py) has no key, and such a call is trace
 maps made from that have a key of their own (core/map_cache.py).
 """
 
+import dis
 import math
 import operator
 from functools import partial
@@ -82,7 +83,7 @@ class CallKey(NamedTuple):
 
 
 _kinds: dict[torch.device, str] = {}
-_names_of: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
+_names_of: dict[int, "_Names"] = {}
 
 
 def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool) -> CallKey | None:
@@ -163,7 +164,7 @@ def _add(value: Any, parts: list[Any], held: list[Any], watched: list[Any], dept
             return False
         parts += (id(value), at, value.shape, value.stride(), value.dtype, value.requires_grad)
         held.append(value)
-        return True
+        return not value.__dict__ or _add_attributes(value, parts, held, watched, depth)
     if kind is TileMap:
         if value.mask is not None and any([is_lazy(t) for t in value.mask.captures]):
             return False
@@ -187,6 +188,14 @@ def _add(value: Any, parts: list[Any], held: list[Any], watched: list[Any], dept
     return False
 
 
+class _Names(NamedTuple):
+    """What a function looks up outside itself."""
+
+    code: CodeType  # by whose id they are found
+    of_globals: tuple[str, ...]
+    safe_attributes: bool
+
+
 def _add_function(function: FunctionType, parts: list[Any], held: list[Any], watched: list[Any], depth: int) -> bool:
     code = function.__code__
     parts.append(id(code))  # to hash a code object takes longer than all the rest
@@ -203,14 +212,19 @@ def _add_function(function: FunctionType, parts: list[Any], held: list[Any], wat
             return False
     if function.__kwdefaults__:
         return False
+    if function.__dict__ and not _add_attributes(function, parts, held, watched, depth):
+        return False
     known = _names_of.get(id(code))
-    if known is None or known[0] is not code:
+    if known is None or known.code is not code:
         if len(_names_of) >= MAX_CODES:
             _names_of.clear()
-        known = _names_of[id(code)] = (code, tuple(sorted(_global_names(code))))
-    for name in known[1]:
+        of_globals, of_attributes = _names(code)
+        known = _names_of[id(code)] = _Names(code, tuple(sorted(of_globals)), of_attributes <= SAFE_NAMES)
+    if not known.safe_attributes:
+        return False
+    for name in known.of_globals:
         found = function.__globals__.get(name, _names_of)
-        if found is _names_of:  # a builtin, an attribute, or a module imported inside
+        if found is _names_of:  # a builtin
             if name not in SAFE_NAMES:
                 return False
             continue
@@ -222,7 +236,25 @@ def _add_function(function: FunctionType, parts: list[Any], held: list[Any], wat
     return True
 
 
-def _global_names(code: CodeType) -> set[str]:
-    """Names a function may look up outside itself; those of the functions it makes included."""
-    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
-    return set(code.co_names).union(*[_global_names(c) for c in inner])
+def _add_attributes(owner: Any, parts: list[Any], held: list[Any], watched: list[Any], depth: int) -> bool:
+    """What a function or a tensor was given by `owner.name = ...`: even a safe name may be one of them."""
+    parts.append(len(owner.__dict__))
+    for name, value in owner.__dict__.items():
+        parts.append(name)
+        if depth <= 0 or not _add(value, parts, held, watched, depth - 1):
+            return False
+    return True
+
+
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """Names that a function may look up among its globals and builtins, and as attributes (or import); those of the functions it makes included."""
+    of_globals: set[str] = set()
+    others: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in dis.hasname:
+            (of_globals if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") else others).add(instruction.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            for names, more in zip((of_globals, others), _names(inner), strict=True):
+                names |= more
+    return of_globals, others

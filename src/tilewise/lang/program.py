@@ -7,12 +7,11 @@ slots). The program's text is its key, and enough to rebuild it (parse.py).
 
 import operator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.lang.types import DIMENSIONED, FLOATS, INDEX, NAME_OF, NUMBER, PROMOTED, ZERO_DIM, Type
+from tilewise.lang.types import DIMENSIONED, FLOATS, INDEX, NUMBER, PROMOTED, ZERO_DIM, Type
 
 INDICES = ("b", "h", "q", "kv")
 
@@ -101,19 +100,27 @@ class Program:
     captures: tuple[CaptureSpec, ...]
     text: str
 
-    @cached_property
+    # Kept by hand: Dynamo cannot enter the lock of Python 3.11's cached_property.
+
+    @property
     def uses(self) -> frozenset[str]:
         """Which of b, h, q, kv and score any result depends on."""
-        return frozenset().union(*(self.dependencies[k] for k in self.results))
+        found: frozenset[str] | None = self.__dict__.get("_uses")
+        if found is None:
+            found = frozenset([name for k in self.results for name in self.dependencies[k]])
+            if not torch.compiler.is_compiling():
+                self.__dict__["_uses"] = found
+        return found
 
-    @cached_property
+    @property
     def dependencies(self) -> tuple[frozenset[str], ...]:
         """For every instruction, the indices it depends on (its natural rank), and `score`."""
-        found: list[frozenset[str]] = []
-        for op, args, attr, _ in self.instructions:
-            own = {attr} if op == "index" else {"score"} if op == "score" else set()
-            found.append(frozenset(own).union(*(found[a] for a in args)))
-        return tuple(found)
+        found: tuple[frozenset[str], ...] | None = self.__dict__.get("_dependencies")
+        if found is None:
+            found = _dependencies(self.instructions)
+            if not torch.compiler.is_compiling():
+                self.__dict__["_dependencies"] = found
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Program":
         return self  # nothing in it changes
@@ -121,6 +128,14 @@ class Program:
     @property
     def result_type(self) -> Type:
         return self.instructions[self.results[0]].type
+
+
+def _dependencies(instructions: tuple[Instruction, ...]) -> tuple[frozenset[str], ...]:
+    found: list[frozenset[str]] = []
+    for op, args, attr, _ in instructions:
+        own = [attr] if op == "index" else ["score"] if op == "score" else []
+        found.append(frozenset([*own, *[name for a in args for name in found[a]]]))
+    return tuple(found)
 
 
 def finish(tape: Tape, results: tuple[int, ...], captures: tuple[CaptureSpec, ...]) -> Program:
@@ -160,10 +175,6 @@ class BoundProgram:
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
     repeatable: bool = True  # tracing looked at no tensor's contents, so it would give the same again
-
-    def fits_captures(self) -> bool:
-        """Whether the captured tensors still have the dtypes and ranks that the program was made for."""
-        return self.program.captures == tuple([CaptureSpec(NAME_OF[t.dtype], t.dim()) for t in self.captures])
 
     def with_captures(self, captures: tuple[torch.Tensor, ...]) -> "BoundProgram":
         """The same of other tensors."""
