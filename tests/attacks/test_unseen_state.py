@@ -20,11 +20,16 @@ def helper(q: Any, kv: Any) -> Any:
     return q - kv < helper.limit
 
 
+def bare() -> None:
+    """Holds attributes."""
+
+
 @pytest.fixture(autouse=True)
 def reset() -> Iterator[None]:
     call_cache.forget()
     state.limit = 3
-    helper.limit = helper.size = helper.LIMIT = 3
+    helper.limit = 3
+    bare.size = bare.LIMIT = 3
     HELD.limit = HELD.e = 3
     yield
     if hasattr(torch, "tilewise_limit"):
@@ -47,7 +52,8 @@ def reading(path: Path) -> Callable[..., Any]:
 
 def set_state(value: int, path: Path) -> None:
     state.limit = value
-    helper.limit = helper.size = helper.LIMIT = value
+    helper.limit = value
+    bare.size = bare.LIMIT = value
     HELD.limit = HELD.e = value
     torch.tilewise_limit = value
     globals()["LIMIT"] = value
@@ -57,8 +63,8 @@ def set_state(value: int, path: Path) -> None:
 FUNCTIONS: dict[str, Callable[[Path], Callable[..., Any]]] = {
     "a module imported inside": lambda path: imported_inside,
     "an attribute of a helper": lambda path: lambda b, h, q, kv: helper(q, kv),
-    "an attribute of a helper, named like one of a tensor": lambda path: lambda b, h, q, kv: q - kv < helper.size,
-    "an attribute of a helper, named like a global": lambda path: lambda b, h, q, kv: q - kv < helper.LIMIT,
+    "an attribute of a helper, named like one of a tensor": lambda path: lambda b, h, q, kv: q - kv < bare.size,
+    "an attribute of a helper, named like a global": lambda path: lambda b, h, q, kv: q - kv < bare.LIMIT,
     "an attribute of a captured tensor, named like one of math": lambda path: lambda b, h, q, kv: (q - kv < HELD.e) & (HELD[q] >= 0),
     "an attribute of a captured tensor": lambda path: lambda b, h, q, kv: (q - kv < HELD.limit) & (HELD[q] >= 0),
     "an attribute set on torch": lambda path: lambda b, h, q, kv: q - kv < torch.tilewise_limit,
