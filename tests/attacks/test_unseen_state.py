@@ -12,7 +12,7 @@ import tilewise as tw
 from tests.attacks import state
 from tilewise.frontend import call_cache
 
-LIMIT = 3
+LIMIT = WIDTH = 3
 HELD = torch.arange(64)
 
 
@@ -29,7 +29,7 @@ def reset() -> Iterator[None]:
     call_cache.forget()
     state.limit = 3
     helper.limit = 3
-    bare.size = bare.LIMIT = 3
+    bare.size = bare.WIDTH = 3
     HELD.limit = HELD.e = 3
     yield
     if hasattr(torch, "tilewise_limit"):
@@ -53,7 +53,7 @@ def reading(path: Path) -> Callable[..., Any]:
 def set_state(value: int, path: Path) -> None:
     state.limit = value
     helper.limit = value
-    bare.size = bare.LIMIT = value
+    bare.size = bare.WIDTH = value
     HELD.limit = HELD.e = value
     torch.tilewise_limit = value
     globals()["LIMIT"] = value
@@ -64,7 +64,7 @@ FUNCTIONS: dict[str, Callable[[Path], Callable[..., Any]]] = {
     "a module imported inside": lambda path: imported_inside,
     "an attribute of a helper": lambda path: lambda b, h, q, kv: helper(q, kv),
     "an attribute of a helper, named like one of a tensor": lambda path: lambda b, h, q, kv: q - kv < bare.size,
-    "an attribute of a helper, named like a global": lambda path: lambda b, h, q, kv: q - kv < bare.LIMIT,
+    "an attribute of a helper, named like a global": lambda path: lambda b, h, q, kv: q - kv < bare.WIDTH,
     "an attribute of a captured tensor, named like one of math": lambda path: lambda b, h, q, kv: (q - kv < HELD.e) & (HELD[q] >= 0),
     "an attribute of a captured tensor": lambda path: lambda b, h, q, kv: (q - kv < HELD.limit) & (HELD[q] >= 0),
     "an attribute set on torch": lambda path: lambda b, h, q, kv: q - kv < torch.tilewise_limit,
