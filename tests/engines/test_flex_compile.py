@@ -115,8 +115,8 @@ def test_a_block_mask_that_is_made_anew_compiles_as_often_as_torchs(name: str, d
             x, ends = torch.randn(2, 1, n, 8), torch.randint(1, n, (2,))
             mask = {
                 "lengths of a batch": lambda b, h, i, j: (i >= j) & (j < ends[b]),  # noqa: B023 - used before the next round
-                "window": lambda b, h, i, j: (i >= j) & (i - j < size),  # noqa: B023
-                "length": lambda b, h, i, j: (i >= j) & (j < ends[b]),  # noqa: B023
+                "window": lambda b, h, i, j: (i >= j) & (i - j < size),  # noqa: B023 - used before the next round
+                "length": lambda b, h, i, j: (i >= j) & (j < ends[b]),  # noqa: B023 - used before the next round
             }[name]
             blocks = module.create_block_mask(mask, 2 if "b" in name else None, None, n, n, device="cpu")
             if module is ours:

@@ -39,7 +39,7 @@ def test_every_number_is_exact_in_16_bits(narrow: torch.dtype) -> None:
 def test_agrees_with_torchs_flex_attention(narrow: torch.dtype) -> None:
     q, k, v = inputs(torch.float32, narrow)
 
-    def score(s, b, h, i, j):  # type: ignore[no-untyped-def]
+    def score(s, b, h, i, j):  # type: ignore[no-untyped-def]  # as users write them
         return s + 0.1 * (i - j)
 
     for keys, values in ((k, v), (k, v.float()), (k.float(), v), (k, v.to(FLOAT8[0]))):

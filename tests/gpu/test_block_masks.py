@@ -6,7 +6,7 @@ import torch
 from tilewise import flex
 
 
-def causal(b, h, q, kv):  # type: ignore[no-untyped-def]
+def causal(b, h, q, kv):  # type: ignore[no-untyped-def]  # as users write them
     return q >= kv
 
 
@@ -24,7 +24,7 @@ def test_a_block_mask_is_made_while_a_graph_is_captured() -> None:
         flex.create_block_mask(lambda b, h, q, kv: q > kv + 1, None, None, 300, 300, device="cuda")  # for no call at all
         mask, out = step()
         with pytest.raises(RuntimeError, match="captured"):
-            mask.kv_indices  # noqa: B018
+            mask.kv_indices  # noqa: B018 - reading it is what is tested
     graph.replay()
     assert torch.equal(out, wanted)
     assert torch.equal(flex.flex_attention(query, key, value, block_mask=mask), wanted)

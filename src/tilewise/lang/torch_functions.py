@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.lang import rows
+from tilewise.lang.activations import ACTIVATIONS
 from tilewise.lang.reductions import REDUCTIONS
 from tilewise.lang.refusals import refuse, undefined
 from tilewise.lang.symbol import Symbol, Trace, Traced
@@ -17,7 +18,6 @@ from tilewise.lang.tracer import tracer_of
 from tilewise.lang.types import NAME_OF
 
 LN2 = math.log(2.0)
-SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946  # torch's
 
 
 def unary(op: str) -> Callable[..., Any]:
@@ -37,16 +37,6 @@ def binary(op: str) -> Callable[..., Any]:
 def swapped(f: Callable[..., Any]) -> Callable[..., Any]:
     def apply(input: Any, other: Any) -> Any:
         return f(other, input)
-
-    return apply
-
-
-def activation(op: str) -> Callable[..., Any]:
-    """torch.nn.functional passes `inplace` along."""
-
-    def apply(input: Any, inplace: bool = False) -> Any:
-        _refuse_in_place(op, inplace)
-        return tracer_of((input,)).emit(op, input)
 
     return apply
 
@@ -236,77 +226,6 @@ def scaled(factor: float) -> Callable[..., Any]:
         return input * factor
 
     return apply
-
-
-# -- activations -----------------------------------------------------------------------------------------------------
-
-
-def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
-    if not isinstance(beta, Symbol) and not isinstance(threshold, Symbol) and (beta, threshold) == (1.0, 20.0):
-        return tracer_of((input,)).emit("softplus", input)
-    scaled = input * beta
-    return where(scaled > threshold, input, FUNCTIONS["logaddexp"](scaled, 0.0) / beta)
-
-
-def logsigmoid(input: Any) -> Any:
-    return -softplus(-input, threshold=50.0)
-
-
-def gelu(input: Any, *, approximate: str = "none") -> Any:
-    if approximate not in ("none", "tanh"):
-        raise refuse(f"gelu takes approximate='none' or 'tanh', got {approximate!r}")
-    return tracer_of((input,)).emit("gelu" if approximate == "none" else "gelu_tanh", input)
-
-
-def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
-    """Where the exponential is not chosen its argument is bounded too: its derivative is multiplied by 0, which of infinity would be NaN."""
-    _refuse_in_place("elu", inplace)
-    return where(input > 0, input, alpha * FUNCTIONS["expm1"](clamp(input, max=0.0)))
-
-
-def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
-    _refuse_in_place("leaky_relu", inplace)
-    return where(input > 0, input, input * negative_slope)
-
-
-def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
-    _refuse_in_place("hardtanh", inplace)
-    return where(input <= min_val, min_val, where(input >= max_val, max_val, input))  # unlike clamp, flat where it begins to cut
-
-
-def relu6(input: Any, inplace: bool = False) -> Any:
-    return hardtanh(input, 0.0, 6.0, inplace)
-
-
-def hardsigmoid(input: Any, inplace: bool = False) -> Any:
-    return relu6(input + 3.0, inplace) / 6.0
-
-
-def hardswish(input: Any, inplace: bool = False) -> Any:
-    return input * hardsigmoid(input, inplace)
-
-
-def mish(input: Any, inplace: bool = False) -> Any:
-    _refuse_in_place("mish", inplace)
-    return input * FUNCTIONS["tanh"](softplus(input))
-
-
-def softsign(input: Any) -> Any:
-    return input / (1.0 + abs(input))
-
-
-def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
-    _refuse_in_place("celu", inplace)
-    return where(input > 0, input, alpha * FUNCTIONS["expm1"](clamp(input, max=0.0) / alpha))
-
-
-def selu(input: Any, inplace: bool = False) -> Any:
-    return SELU_SCALE * elu(input, SELU_ALPHA, inplace)
-
-
-def _refuse_in_place(name: str, inplace: bool) -> None:
-    if inplace:
-        raise refuse(f"{name} with inplace=True changes a value in place; leave inplace out")
 
 
 def unsqueeze(input: Any, dim: int) -> Any:
@@ -548,21 +467,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "expit": unary("sigmoid"),
     "erf": unary("erf"),
     "erfc": unary("erfc"),
-    "silu": activation("silu"),
-    "relu": activation("relu"),
-    "softplus": softplus,
-    "logsigmoid": logsigmoid,
-    "gelu": gelu,
-    "elu": elu,
-    "leaky_relu": leaky_relu,
-    "hardtanh": hardtanh,
-    "relu6": relu6,
-    "hardsigmoid": hardsigmoid,
-    "hardswish": hardswish,
-    "mish": mish,
-    "softsign": softsign,
-    "celu": celu,
-    "selu": selu,
     "to": convert,
     "type": typed,
     "type_as": type_as,
@@ -589,6 +493,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cuda": to_cuda,
     "unsqueeze": unsqueeze,
     "squeeze": squeeze,
+    **ACTIVATIONS,
     **REDUCTIONS,
     "inner": REDUCTIONS["dot"],
     "matmul": REDUCTIONS["dot"],

@@ -37,8 +37,8 @@ class Runs:
         What torch._dynamo.mark_unbacked sets, without what it imports.
         """
         for runs in (self.start, self.count):
-            runs._dynamo_unbacked_indices = {0}  # type: ignore[attr-defined]
-            runs._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+            runs._dynamo_unbacked_indices = {0}  # type: ignore[attr-defined]  # Dynamo's own marks
+            runs._has_dynamo_dim_marking = True  # type: ignore[attr-defined]  # likewise
 
     def total(self) -> int:
         """How many cells are covered."""
