@@ -138,7 +138,8 @@ def as_mask(function: "Mask | MaskFunction") -> Mask:
     if isinstance(function, Mask):
         return function
     if not callable(function):
-        raise InputError(f"a mask is a function of (b, h, q, kv), got {type(function).__name__}")
+        hint = "; a tensor becomes one by loading from it: lambda b, h, q, kv: tensor[q, kv]" if isinstance(function, Tensor) else ""
+        raise InputError(f"a mask is a function of (b, h, q, kv), got {type(function).__name__}{hint}")
     return Mask(function, name_of(function).strip("'"))
 
 

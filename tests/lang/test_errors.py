@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     # Captured tensors.
     "too many indices": (lambda s, b, h, q, kv: s + ROW[b, h], ["2 indices", "(5,)"]),
     "constant index outside": (lambda s, b, h, q, kv: s + TABLE[-4, q], ["index -4", "size 3", "(3, 4)"]),
-    "a long row": (lambda s, b, h, q, kv: s + LONG[h].sum(), ["(3, 600)", "1 of its 2 dimensions", "this one has 600, at most 512"]),
+    "a long row": (lambda s, b, h, q, kv: s + LONG[h].sum(), ["(3, 600)", "1 of its 2 dimensions", "a row has 600 elements, at most 512"]),
     "a long row, element by element": (lambda s, b, h, q, kv: s + (LONG[h] - 1).sum(), ["(3, 600)", "1 of its 2 dimensions", "at most 512"]),
     "a long row, unpacked": (lambda s, b, h, q, kv: s + sum(LONG[h]), ["(3, 600)", "at most 512"]),
     "a long tensor": (lambda s, b, h, q, kv: s + (LONG == q).any(), ["(3, 600)", "used whole", "tensor[h]", "1800", "at most 512"]),

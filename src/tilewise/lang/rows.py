@@ -229,7 +229,10 @@ def made(tracer: Trace, shape: Shape, make: Callable[[Position], Symbol], sample
 
 def bounded(row: Row) -> Row:
     if count(row._shape) > LONGEST_ROW:
-        raise refuse(f"{row.described()}. Rows are written out element by element: this one has {count(row._shape)}, at most {LONGEST_ROW} are allowed")
+        raise refuse(
+            f"a row has {count(row._shape)} elements, at most {LONGEST_ROW} are allowed, because each is written out; take a part of it, or compute the result "
+            f"before the call and load from that. It is {row.described()}"
+        )
     return row
 
 
