@@ -133,13 +133,15 @@ def _common_grid(left: Grid | None, right: Grid | None, sign: str) -> Grid | Non
     return Grid(left.shape, tuple([min(pair) if sign == "&" else max(pair) for pair in windows]))
 
 
+_FROM_TENSOR = "; a tensor becomes one by loading from it: lambda b, h, q, kv: tensor[q, kv]"
+
+
 def as_mask(function: "Mask | MaskFunction") -> Mask:
     """A plain mask function as a Mask, to combine it and to give it a name."""
     if isinstance(function, Mask):
         return function
     if not callable(function):
-        hint = "; a tensor becomes one by loading from it: lambda b, h, q, kv: tensor[q, kv]" if isinstance(function, Tensor) else ""
-        raise InputError(f"a mask is a function of (b, h, q, kv), got {type(function).__name__}{hint}")
+        raise InputError(f"a mask is a function of (b, h, q, kv), got {type(function).__name__}{_FROM_TENSOR if isinstance(function, Tensor) else ''}")
     return Mask(function, name_of(function).strip("'"))
 
 
