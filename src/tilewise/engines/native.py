@@ -38,6 +38,13 @@ class SdpaPlan(Plan):
             own_call.running = False
 
 
+def _may_reach_cudnn(problem: Problem) -> bool:
+    """cuDNN's kernels take float16 and bfloat16, on compute capability 8 and newer (engines/fa2.py names the source)."""
+    if problem.device.type != "cuda" or problem.dtype.itemsize != 2 or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(problem.device) >= (8, 0)
+
+
 class NativeEngine(Engine):
     """lse and max_score are empty: SDPA does not return them."""
 
@@ -67,6 +74,8 @@ class NativeEngine(Engine):
         return None
 
     def refuse_request(self, problem: Problem, request: Request) -> str | None:
+        if request.backend != self.name and _may_reach_cudnn(problem):
+            return "SDPA may hand 16-bit CUDA calls to cuDNN, which ends some with an illegal memory access: it gets them only when asked for by name"
         if request.needs_lse:
             return "SDPA does not return lse"
         if problem.dropout_p > 0 and request.backend != self.name:
