@@ -29,6 +29,9 @@ def run_eager(engine: Engine, problem: Problem, plan: Plan) -> Output:
 
 
 def _forward(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    replayed = plan.replay(problem.query, problem.key, problem.value, problem.mask_sources)
+    if replayed is not None:
+        return replayed
     if torch.is_autocast_enabled(problem.device.type):
         with without_autocast(problem.device):
             output = engine.forward(problem, plan)
