@@ -170,14 +170,21 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
     watched = tuple(held)  # of the mask
     if score is not None and not _add(score, parts, held, MAX_DEPTH):
         return None
-    for thing in held:
-        if not _add_facts(thing, parts):
+    for n, thing in enumerate(held):
+        if type(thing) is Sinks:
+            held[n] = thing.logits
+            if not _add_form(thing.logits, parts):
+                return None
+        elif not _add_facts(thing, parts):
             return None
+    if len(held) > 1:
+        ids = [id(thing) for thing in held]
+        parts.append(None if len(set(ids)) == len(ids) else tuple(ids))  # a tensor with two places (sinks, too) may be two tensors in the next call
     return CallKey(tuple(parts), tuple(held), watched)
 
 
 def _add(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
-    """Add what a value is known by; False if that cannot be told. Tensors and maps are put in `held`, and known by their place in it and by their facts."""
+    """Add what a value is known by; False if that cannot be told. Tensors, maps and sinks are put in `held`, known by their place in it and by their facts."""
     kind = type(value)
     parts.append(kind)
     if kind is Mask or kind is Score:
@@ -200,13 +207,11 @@ def _add(value: Any, parts: list[Any], held: list[Any], depth: int) -> bool:
             return False
         parts.append(_place(value, held))
         return not value.__dict__ or _add_attributes(value, parts, held, depth)
-    if kind is TileMap:
-        if value.mask is not None and any([is_lazy(t) for t in value.mask.captures]):
+    if kind is TileMap or kind is Sinks:
+        if kind is TileMap and value.mask is not None and any([is_lazy(t) for t in value.mask.captures]):
             return False
         parts.append(_place(value, held))
         return True
-    if kind is Sinks:
-        return _add(value.logits, parts, held, depth - 1)
     if kind is tuple or (kind is list and depth == MAX_DEPTH):  # a list only of scores: any other may change
         parts.append(len(value))
         return depth > 0 and all([_add(v, parts, held, depth if depth == MAX_DEPTH else depth - 1) for v in value])
@@ -238,6 +243,14 @@ def _add_facts(thing: Any, parts: list[Any]) -> bool:
     if thing.is_neg() or not at:  # lazy: what is computed with is a copy
         return False
     parts += (id(thing), at, thing.shape, thing.stride(), thing.dtype, thing.requires_grad)
+    return True
+
+
+def _add_form(logits: Any, parts: list[Any]) -> bool:
+    """Sinks are handed to kernels with query, key and value, and known like these: those of all layers make the same call. Nothing is made of what they hold."""
+    if type(logits) not in PLAIN or logits.layout != torch.strided or is_lazy(logits):
+        return False
+    parts += (logits.device, logits.data_ptr() & 15, logits.shape, logits.stride(), logits.dtype, logits.requires_grad)
     return True
 
 
