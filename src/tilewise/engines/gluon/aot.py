@@ -24,7 +24,7 @@ def forward_launches(p: Problem) -> list[Candidates]:
 
 def backward_launches(p: Problem) -> list[Candidates]:
     (out, lse, _), workspace = _output(p), launches.Workspace(p)
-    work, grads = workspace.shaped(workspace.parts(p.device)), (torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value))
+    work, grads = workspace.tensors(workspace.allocate(p.device)), (torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value))
     return [
         lambda: [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, lse, out, None, work.delta, work))],
         lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, grads[1], grads[2], work))],

@@ -200,13 +200,13 @@ class Arguments:
         self._parameters = (ctypes.c_void_p * len(kernel.places))(*[self._address + place for place in kernel.places])
         self._lock = new_lock()  # the driver copies the arguments while it launches a kernel, not later
 
-    def launch(self, programs: int, stream: int, words: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
-        """With the addresses of these tensors in these 8-byte words."""
+    def launch(self, programs: int, stream: int, words: Sequence[int], tensors: Sequence[Tensor | int | None]) -> None:
+        """With the addresses of these tensors, or these addresses, in these 8-byte words."""
         with self._lock:
             memory = self._words
             for word, t in zip(words, tensors, strict=True):
                 if t is not None:
-                    memory[word] = t.data_ptr()
+                    memory[word] = t if isinstance(t, int) else t.data_ptr()
             self._kernel.launch(programs, stream, self._parameters)
 
 

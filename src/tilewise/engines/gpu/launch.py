@@ -90,8 +90,8 @@ class BoundLaunch:
         self._kept = kept  # tile schedules, packed by address: kept alive. Captures are their owner's
         self._streams: set[int] = set()
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
-        """With these tensors, in the order of the kernel's parameters; None where there was none."""
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
+        """With these tensors (or addresses), in the order of the kernel's parameters; None where there was none."""
         enter_context(self.device)  # this may be a thread's first call
         stream = current_stream(self.device)
         if self._kept and (stream not in self._streams or is_capturing(stream)):
@@ -137,7 +137,7 @@ class PreparedLaunch:
         found = [(source, t) for source in self._sources for t in source(p) if t is not None]
         return self._with([t for _, t in found], [t for source, t in found if source not in CAPTURES])
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
         """As it was prepared, for a launch that has no sources."""
         self._with(self._given, self._given).launch(tensors)
 
@@ -158,7 +158,7 @@ class KernelLaunch(Protocol):
 
     def bind(self, p: Problem) -> "KernelLaunch": ...
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None: ...
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None: ...
 
 
 class InterpretedLaunch:
@@ -176,7 +176,7 @@ class InterpretedLaunch:
         assert [id(t) for t in static_tensors(static)] == [id(t) for t in tensors]
         return InterpretedLaunch(self._launch._replace(static_args=static, sources=()))
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
         left = iter(tensors)
         named = {name: _refilled(value, left) for name, value in self._launch.tensors.items()}
         constants = {k: v.function() if isinstance(v, Generated) else v for k, v in self._launch.constants.items()}
@@ -222,7 +222,7 @@ def _flatten(value: Any, found: list[Tensor | None]) -> None:
         found.append(value)
 
 
-def _refilled(value: Any, left: Iterator[Tensor | None]) -> Any:
+def _refilled(value: Any, left: Iterator[Any]) -> Any:
     """A value of `Launch.tensors` with the next tensors in place of its own."""
     if isinstance(value, tuple):
         return _like(value, [_refilled(v, left) for v in value])
