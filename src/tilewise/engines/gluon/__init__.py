@@ -18,6 +18,7 @@ from tilewise.engines.gluon.tile_schedule import too_many_mask_bits
 from tilewise.engines.gpu.driver import map_address_offset
 from tilewise.engines.gpu.engine import GpuEngine, PassModule
 from tilewise.engines.gpu.limits import interpreted, triton_older_than
+from tilewise.sizes import less
 
 HOPPER = (9, 0)
 ARCHITECTURE = 90
@@ -45,7 +46,7 @@ class GluonEngine(GpuEngine):
         return refuse_problem(problem)
 
     def defers(self, problem: Problem, others: tuple[Engine, ...]) -> str | None:
-        return "so small a problem starts sooner on the Triton engine" if problem.flops < WORTH_IT else None
+        return "so small a problem starts sooner on the Triton engine" if less(problem.flops, WORTH_IT) else None
 
     def says(self, problem: Problem) -> str:
         if problem.device.type == "cuda" and too_many_mask_bits(problem):
