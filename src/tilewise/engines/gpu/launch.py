@@ -131,6 +131,7 @@ class PreparedLaunch:
         tensors_given = static_tensors(launch.static_args)
         self._dtypes = [t.dtype for t in tensors_given]
         self._given = () if launch.sources else tensors_given
+        self._bound: BoundLaunch | None = None
 
     def bind(self, p: Problem) -> BoundLaunch:
         """For a problem of the same structure, with its captures and its schedule."""
@@ -139,7 +140,9 @@ class PreparedLaunch:
 
     def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
         """As it was prepared, for a launch that has no sources."""
-        self._with(self._given, self._given).launch(tensors)
+        if self._bound is None:
+            self._bound = self._with(self._given, self._given)
+        self._bound.launch(tensors)
 
     def _with(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> BoundLaunch:
         if [t.dtype for t in tensors] != self._dtypes:  # a tensor in another's place would be read as what it is not
