@@ -76,13 +76,13 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
         kernel_cache._kernels[key] = kernel
         return kernel
 
-    def launched(self: driver.Arguments, programs: int, stream: int, words: list[int], tensors: list[Any]) -> None:
-        memory = bytearray(ctypes.string_at(self._address, 8 * len(self._words)))
+    def launched(self: driver.Kernel, programs: int, stream: int, packed: bytes, words: list[int], tensors: list[Any]) -> None:
+        memory = bytearray(packed)
         for word, t in zip(words, tensors, strict=True):
             if t is not None:
                 memory[8 * word : 8 * word + 8] = bytes(8)
-        recorded.append(Recorded(self._kernel.name, programs, bytes(memory)))  # type: ignore[attr-defined]  # set above
+        recorded.append(Recorded(self.name, programs, bytes(memory)))  # type: ignore[attr-defined]  # set above
 
     monkeypatch.setattr(kernel_cache, "load", load)
-    monkeypatch.setattr(driver.Arguments, "launch", launched)
+    monkeypatch.setattr(driver.Kernel, "launch", launched)
     return recorded

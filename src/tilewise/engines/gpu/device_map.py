@@ -121,7 +121,9 @@ class DeviceMap:
         rows, room = heads * geometry.n_rows, heads * geometry.n_rows * (2 * geometry.n_half + 1)
         tables = Tables(*self.empty((8 * rows + 2 * room,)).split([rows, rows, rows, 4 * rows, room, room, rows]))
         key = (heads, tile, geometry, self.device)
-        kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device).launch([self._states, *tables])
+        kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device).launch(
+            [self._states, *tables]
+        )
         kept_launch(("order_rows", *key), lambda: order_launch(rows, geometry, tables), self.device).launch([*tables])
         return tables
 

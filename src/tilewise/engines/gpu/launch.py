@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import kernel_cache
-from tilewise.engines.gpu.driver import Arguments, Kernel, current_stream, enter_context, is_capturing
+from tilewise.engines.gpu.driver import Kernel, current_stream, enter_context, is_capturing
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.kernel_args import AlignedStrides, Strides
 from tilewise.engines.gpu.kernel_cache import architecture
@@ -83,10 +83,10 @@ class Launch(NamedTuple):
 class BoundLaunch:
     """A kernel with everything in place but the addresses of a call's own tensors."""
 
-    __slots__ = ("_arguments", "_kept", "_programs", "_streams", "_words", "device")
+    __slots__ = ("_kept", "_kernel", "_packed", "_programs", "_streams", "_words", "device")
 
-    def __init__(self, arguments: Arguments, programs: int, words: list[int], kept: Sequence[Tensor], device: int) -> None:
-        self._arguments, self._programs, self._words, self.device = arguments, programs, words, device
+    def __init__(self, kernel: Kernel, packed: bytes, programs: int, words: list[int], kept: Sequence[Tensor], device: int) -> None:
+        self._kernel, self._packed, self._programs, self._words, self.device = kernel, packed, programs, words, device
         self._kept = kept  # tile schedules, packed by address: kept alive. Captures are their owner's
         self._streams: set[int] = set()
 
@@ -96,7 +96,7 @@ class BoundLaunch:
         stream = current_stream(self.device)
         if self._kept and (stream not in self._streams or is_capturing(stream)):
             self._used_on(stream)
-        self._arguments.launch(self._programs, stream, self._words, tensors)
+        self._kernel.launch(self._programs, stream, self._packed, self._words, tensors)
 
     def bind(self, p: Problem) -> "BoundLaunch":
         return self
@@ -150,7 +150,7 @@ class PreparedLaunch:
         raw = bytearray(self._raw)
         for place, t in zip(self._static_places, tensors, strict=True):
             ADDRESS.pack_into(raw, place, t.data_ptr())
-        return BoundLaunch(self._kernel.arguments(bytes(raw)), self._programs, self._words, kept, self.device)
+        return BoundLaunch(self._kernel, bytes(raw), self._programs, self._words, kept, self.device)
 
 
 class KernelLaunch(Protocol):
