@@ -36,7 +36,7 @@ def run(row: Row, jobs: list[Job], settings: Settings, out: Path, measure: Measu
         findings = measure(jobs, settings, Advance(progress, jobs, settings.rounds))
     if not findings.results:
         raise InputError(f"{row.name} was not measured")
-    title = f"{row.about}{' (tiny)' if settings.tiny else ''}, {findings.device}, {findings.versions}"
+    title = f"{row.name + ', tiny' if settings.tiny else row.about}, {findings.device}, {findings.versions}"
     modes = {job.mode: by_implementation(job, findings) for job in jobs}
     table = Table("", *shown.COLUMNS, title=title)
     for mode, results in modes.items():

@@ -5,7 +5,7 @@
 | `machine` | `device`, `versions` | where this runs |
 | `building` | `row` | a model is being made |
 | `begin` | `row`, `mode`, `implementation` | who runs next, and is to blame if nothing follows |
-| `first` | the same, `seconds`, `gib`, `off`, `beside` | the first call's time, a later one's peak memory, the difference from the implementation `beside` |
+| `first` | the same, `seconds`, `ms`, `gib`, `off`, `beside` | the first call's time, a warm one's, peak memory, difference from the implementation `beside` |
 | `time` | the same, `ms` | one turn |
 | `failed` | the same, `why`, `fatal` | it cannot; fatal if nothing else can run in this process any more |
 | `done` | `row`, `mode` | all turns were taken |
@@ -79,6 +79,8 @@ class Turns:
         self.seconds: dict[str, float] = {}  # a warm call of each implementation that can
 
     def take(self, rounds: int) -> None:
+        if self.row.compiles:
+            torch._dynamo.reset()  # else the modes and implementations of one model are too many for its cache
         for name in self.job.implementations:
             self._guarded(name, self._first)
         for k in range(rounds):
@@ -123,7 +125,7 @@ class Turns:
         self._call(3)
         wait(self.device)
         self.seconds[name] = time.perf_counter() - begin
-        self.tell("first", name, seconds=seconds, gib=gib, off=off, beside=beside)
+        self.tell("first", name, seconds=seconds, ms=1e3 * self.seconds[name], gib=gib, off=off, beside=beside)
 
     def _turn(self, name: str) -> None:
         """As many calls of each implementation as the slowest one has time for: all see the same inputs."""

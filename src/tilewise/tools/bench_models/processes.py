@@ -43,6 +43,7 @@ class Result:
 
     times: list[float] = field(default_factory=list)  # milliseconds, of each turn
     first_s: float | None = None
+    warm_ms: float | None = None  # one call, before the turns
     gib: float | None = None
     off: float | None = None
     beside: str | None = None
@@ -50,7 +51,10 @@ class Result:
 
     @property
     def ms(self) -> float | None:
-        return median(self.times) if self.times and self.failed is None else None
+        """The median of the turns; one call if there was no time for turns; None if it failed."""
+        if self.failed is not None:
+            return None
+        return median(self.times) if self.times else self.warm_ms
 
 
 @dataclass
@@ -70,7 +74,7 @@ class Findings:
         result = self.results.setdefault(_key(event), Result())
         if kind == "first":
             result.first_s = event["seconds"] if result.first_s is None else result.first_s  # after a restart, compiled kernels are there already
-            result.gib, result.off, result.beside, result.times = event["gib"], event["off"], event["beside"], []
+            result.warm_ms, result.gib, result.off, result.beside, result.times = event["ms"], event["gib"], event["off"], event["beside"], []
         elif kind == "time":
             result.times.append(event["ms"])
         elif kind == "failed":
@@ -88,7 +92,7 @@ def measure(jobs: Sequence[Job], settings: Settings, tell: Callable[[dict[str, A
                 left = _listen(process, left, settings, findings, tell)
             finally:
                 process.end()
-    findings.results = {key: found for key, found in findings.results.items() if found.times or found.failed}
+    findings.results = {key: found for key, found in findings.results.items() if found.ms is not None or found.failed is not None}
     return findings
 
 
@@ -108,18 +112,23 @@ def _listen(process: "_Process", jobs: list[Job], settings: Settings, findings: 
         findings.take(event)
         tell(event)
         row = event.get("row", row)
-        running = _key(event) if event["event"] == "begin" else None
-        if event["event"] == "done":
+        if event["event"] == "begin":
+            running = _key(event)
+        elif event["event"] == "done":
             done.add((event["row"], event["mode"]))
+            running = None
+        elif event["event"] == "building":
+            running = None
     if time.monotonic() >= settings.deadline:
         return []
     why = process.cause_of_death(settings.limit)
     if why is not None:
-        culprits = [running] if running else [key for key in _keys(jobs) if key[0] == row or not row]
+        culprits = [running] if running else [key for key in _keys(jobs) if key[0] == row or not row]  # a model that cannot be built, or nothing can
         for key in culprits:
-            if key[:2] not in done and not (key in findings.results and findings.results[key].failed):
-                findings.take({"event": "failed", "row": key[0], "mode": key[1], "implementation": key[2], "why": why})
-                tell({"event": "failed", "row": key[0], "mode": key[1], "implementation": key[2], "why": why, "fatal": True})
+            if key[:2] not in done and findings.results.get(key, Result()).failed is None:  # else it has told why itself
+                event = {"event": "failed", "row": key[0], "mode": key[1], "implementation": key[2], "why": why, "fatal": True}
+                findings.take(event)
+                tell(event)
     failed = {key for key, found in findings.results.items() if found.failed}
     left = [Job(job.row, job.mode, [name for name in job.implementations if (job.row, job.mode, name) not in failed]) for job in jobs]
     return [job for job in left if job.implementations and (job.row, job.mode) not in done]
@@ -156,8 +165,9 @@ class _Process:
         self._too_slow = False
 
     def _read(self, out: IO[str]) -> None:
-        for line in out:
-            self._lines.put(line)
+        with out:
+            for line in out:
+                self._lines.put(line)
         self._lines.put(None)
 
     def next_event(self, patience: float) -> dict[str, Any] | None:

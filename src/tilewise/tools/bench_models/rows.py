@@ -95,7 +95,7 @@ ROWS = {
         _host("host-packed", "16 small layers, 2 packed documents: the host's time", language.host_packed),
         _host("host-padded", "16 small layers, left-padded: the host's time", language.host_padded),
     )
-}  # fmt: skip  (one row a line)
+}
 
 
 def find(name: str) -> Row:
