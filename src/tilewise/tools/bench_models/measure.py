@@ -104,8 +104,7 @@ class Turns:
             self.tell("failed", name, why=f"died: {why}" if fatal else why, fatal=fatal)
             if fatal:
                 raise Unusable(why)
-        self.model.zero_grad(set_to_none=True)
-        clean(self.device)
+            clean(self.device)
 
     def _first(self, name: str) -> None:
         """The first call, a warm one, and one for its memory."""
@@ -125,11 +124,14 @@ class Turns:
         self._call(3)
         wait(self.device)
         self.seconds[name] = time.perf_counter() - begin
+        self.model.zero_grad(set_to_none=True)
+        clean(self.device)
         self.tell("first", name, seconds=seconds, ms=1e3 * self.seconds[name], gib=gib, off=off, beside=beside)
 
     def _turn(self, name: str) -> None:
         """As many calls of each implementation as the slowest one has time for: all see the same inputs."""
         count = max(1, min(MOST, int(self.turn_seconds / max(self.seconds.values()))))
+        self._call(count)  # the one before left memory in other pieces
         wait(self.device)
         begin = time.perf_counter()
         for k in range(count):
@@ -145,7 +147,7 @@ class Turns:
         self.model.zero_grad(set_to_none=True)
         out = self.workload.forward(turn)
         if self.direction is None:
-            self.direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+            self.direction = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(1), device=out.device).to(out)
         out.backward(self.direction)
         probe = next(p for name, p in self.model.named_parameters() if name.endswith(PROBES))
         assert probe.grad is not None
