@@ -149,13 +149,14 @@ class Measured:
         self.runs = {name: found[name]["run"] for name in row.implementations if name in found}
         self.results = {name: Result(**{key: value for key, value in found[name].items() if key != "run"}) for name in self.runs}
 
-    def text(self, name: str) -> str:
-        """Milliseconds, or why there are none."""
+    def text(self, name: str, most: int = 40) -> str:
+        """Milliseconds, or why there are none, in so many letters."""
         result = self.results.get(name)
         if result is None:
             return ""
         elsewhen = ELSEWHEN if self.runs[name] != self.runs.get("tilewise", self.runs[name]) else ""
-        return shown.time_of(result).replace("|", "\\|") + elsewhen
+        text = shown.time_of(result).replace("|", "/")
+        return (text if len(text) <= most else f"{text[: most - 3]}...") + elsewhen
 
     def lead(self) -> str:
         """How many times as long the fastest other implementation takes as tilewise."""
@@ -220,7 +221,7 @@ def details(found: Sequence[Measured]) -> str:
     for m in found:
         for name in m.results:
             cells = shown.cells(name, m.results)
-            lines.append([m.title, cells[0], m.text(name), *cells[2:]])
+            lines.append([m.title, cells[0], m.text(name, most=200), *cells[2:]])
     return table(["model", *shown.COLUMNS], lines)
 
 

@@ -104,6 +104,7 @@ class Turns:
             self.tell("failed", name, why=f"died: {why}" if fatal else why, fatal=fatal)
             if fatal:
                 raise Unusable(why)
+            self.model.zero_grad(set_to_none=True)
             clean(self.device)
 
     def _first(self, name: str) -> None:
