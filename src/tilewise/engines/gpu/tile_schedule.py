@@ -92,8 +92,8 @@ def with_cut_tiles(full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:
 def _kernel_tiles(full: Runs, cut: Runs, partial: Runs, count: int, g: Geometry) -> TileSchedule:
     offsets, start, size = interleaved((full, cut, partial))
     order = _longest_first(offsets[::3], size, count)
-    by_row = torch.stack([offsets[:-1:3], offsets[1::3], offsets[2::3], offsets[3::3]], 1).flatten()
-    tiles = TileSchedule(count, True, (order, by_row, start, start + size), _strides_in_rows(g.batch, g.heads, count))
+    begins_and_end = offsets.unfold(0, 4, 3).flatten()  # of each row
+    tiles = TileSchedule(count, True, (order, begins_and_end, start, start + size), _strides_in_rows(g.batch, g.heads, count))
     publish(offsets.device)
     return tiles
 
