@@ -78,13 +78,15 @@ class DeviceMap:
         self._stream = self._current_stream()
         self._states = self.empty((self.batch * self.heads, -(-p.q_len // SIZE), -(-p.kv_len // SIZE)), torch.int8)
         kept_launch(("base_states", mask_structure(p)), lambda: base_launch(p, self._states), p.device).launch([self._states, *captures_of(p)])
-        self._made = self._record()
+        self._made = torch.cuda.Event() if p.device.type == "cuda" else None
+        self._record()
 
     def _current_stream(self) -> int:
-        return current_stream(self.device.index) if self.device.type == "cuda" and self.device.index is not None else 0
+        return 0 if self.device.index is None else current_stream(self.device.index)
 
-    def _record(self) -> Any:
-        return None if self.device.type != "cuda" else torch.cuda.current_stream(self.device).record_event()
+    def _record(self) -> None:
+        if self._made is not None:
+            self._made.record(torch.cuda.current_stream(self.device))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
         """Memory that is kept as long as this map."""
@@ -102,11 +104,13 @@ class DeviceMap:
             found: Value | None = self._derived.get(name)
             if found is None:
                 found = self._derived[name] = make()
-                self._stream, self._made = stream, self._record()
+                self._stream = stream
+                self._record()
             return found
 
     def _wait(self) -> None:
         """Let the current stream wait for what is in here, and no memory of it be reused before that stream is done."""
+        assert self._made is not None
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._made)
         for t in self._tensors:
