@@ -25,6 +25,7 @@ LARGEST_HEAD_DIM = 512
 
 # Where batch, heads, sequence and head dim lie in each layout.
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "hbsd": (1, 0, 2, 3), "sbhd": (1, 2, 0, 3)}
+_BACK = {layout: tuple([places.index(d) for d in range(4)]) for layout, places in LAYOUTS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +224,7 @@ def to_bhsd(tensor: Tensor, layout: str, heads: int | None, name: str) -> Tensor
         raise InputError(f"{name} must have 4 dimensions (layout {layout!r}), or 3 with heads=, got shape {tuple(tensor.shape)}")
     if heads is not None:
         raise InputError(f"heads= is for 3-D tensors (batch, sequence, heads * head dim); {name} has shape {tuple(tensor.shape)}")
-    return tensor.permute(LAYOUTS[layout])
+    return tensor.permute(*LAYOUTS[layout])  # quicker than a tuple
 
 
 def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
@@ -232,8 +233,7 @@ def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
         return tensor.transpose(1, 2).flatten(2)
     if layout == "bhsd":
         return tensor
-    places = LAYOUTS[layout]
-    return tensor.permute([places.index(d) for d in range(4)])
+    return tensor.permute(*_BACK[layout])
 
 
 def kv_heads_of(query: Tensor, key: Tensor, heads: int | None) -> int | None:
