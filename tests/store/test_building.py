@@ -60,7 +60,27 @@ def test_masks_are_looked_into_on_every_architecture(name: str, arch: int) -> No
 
     problem = _problem(MASKS[name], None, 64, torch.bfloat16, 4096)
     built = [build(launches(), arch) for launches in aot.map_launches(problem)]
-    assert len(built) == 1 and built[0].startswith("classify")
+    assert problem.mask is not None
+    assert len(built) == 1 and built[0].startswith("base_states" if problem.mask.captures else "classify")
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("tile", "by_keys"), [((16, 16), False), ((192, 128), False), ((128, 64), True), ((64, 96), True)])
+def test_schedules_are_made_on_every_architecture(tile: tuple[int, int], by_keys: bool, arch: int) -> None:
+    from tilewise.engines.gpu.aot import build
+    from tilewise.engines.gpu.device_map import rows_ahead
+    from tilewise.tools.build import _problem
+
+    problem = _problem(MASKS["documents"], None, 64, torch.bfloat16, 4096)
+    built = [build([launch], arch) for launch in rows_ahead(problem, tile, by_keys)]
+    assert [name.split()[0] for name in built] == ["schedule_rows", "order_rows"]
+
+
+def test_a_mask_of_documents_builds_what_makes_its_schedules() -> None:
+    ids = torch.zeros(4096, dtype=torch.int64)
+    built: list[str] = []
+    tw.build_kernels([masks.causal & masks.document(ids)], head_dims=[64], dtypes=["bf16"], arch="sm_90", progress=lambda done, all, name: built.append(name))
+    assert {"base_states", "schedule_rows", "order_rows"} <= {name.split()[0] for name in built if name}
 
 
 def test_gradients_that_fit_no_tile_are_refused_before_anything_is_compiled() -> None:

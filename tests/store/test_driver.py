@@ -34,15 +34,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def test_every_start_has_its_own_addresses_and_its_arguments_numbers(started: list[list[int]]) -> None:
     kernel = driver.Kernel(b"", "kernel", 0, 4, ("*fp32", "*fp32", "i64", "*i32", "i64"), 1, [], 0)
-    own, static = kernel.address_places(2)
-    one, two = (kernel.arguments(kernel.packed([], [1, 2], list(numbers))) for numbers in ((30, 5, 40), (50, 6, 60)))
+    places, static = kernel.address_places(2)
+    one, two = (kernel.packed([], [1, 2], list(numbers)) for numbers in ((30, 5, 40), (50, 6, 60)))
     a, b, c = (torch.zeros(1) for _ in range(3))
     at = {name: t.data_ptr() for name, t in (("a", a), ("b", b), ("c", c))}
-    words = [place // 8 for place in own]
-    for arguments, tensors in ((one, [a, b]), (one, [b, c]), (two, [c, a]), (one, [a, None])):
-        arguments.launch(1, 0, words, tensors)
-    numbers = [[at["a"], at["b"], 30, 5, 40, 0], [at["b"], at["c"], 30, 5, 40, 0], [at["c"], at["a"], 50, 6, 60, 0], [at["a"], at["c"], 30, 5, 40, 0]]
-    assert started == numbers and static == [24]
+    words = [place // 8 for place in places]
+    for packed, tensors in ((one, [a, b]), (one, [b.data_ptr(), c]), (two, [c, a]), (two, [a, None]), (one, [c, a])):
+        kernel.launch(1, 0, packed, words, tensors)
+    own = [("a", "b"), ("b", "c"), ("c", "a"), ("a", "a"), ("c", "a")]
+    numbers = [[30, 5, 40], [30, 5, 40], [50, 6, 60], [50, 6, 60], [30, 5, 40]]
+    assert started == [[*[at[name] for name in names], *rest, 0] for names, rest in zip(own, numbers, strict=True)]
+    assert static == [24]
 
 
 def test_the_address_in_a_tensor_map_is_found_by_asking_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

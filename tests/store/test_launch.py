@@ -29,15 +29,10 @@ class Kernel:
 
     static = 0  # tensors among the static arguments
 
-    def arguments(self, raw: bytes) -> Any:
-        kernel, static = self, struct.unpack_from(f"{self.static}P", raw, 8 * self.own)
-
-        class Arguments:
-            def launch(self, programs: int, stream: int, words: list[int], tensors: list[torch.Tensor | None]) -> None:
-                own = {word: t.data_ptr() for word, t in zip(words, tensors, strict=True) if t is not None}
-                kernel.launched.append((programs, own | dict(enumerate(static, kernel.own))))
-
-        return Arguments()
+    def launch(self, programs: int, stream: int, packed: bytes, words: list[int], tensors: list[torch.Tensor | None]) -> None:
+        own = {word: t.data_ptr() for word, t in zip(words, tensors, strict=True) if t is not None}
+        static = struct.unpack_from(f"{self.static}P", packed, 8 * self.own)
+        self.launched.append((programs, own | dict(enumerate(static, self.own))))
 
 
 @pytest.fixture

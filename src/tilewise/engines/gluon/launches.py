@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -38,33 +39,42 @@ Tensors = dict[str, Any]
 
 
 class Work(NamedTuple):
-    """What the kernels of a backward hand each other."""
+    """What the kernels of a backward hand each other: tensors, or their addresses."""
 
-    delta: Tensor
-    lse_padded: Tensor
-    delta_padded: Tensor
-    dq_sums: Tensor
-    nonfinite: Tensor  # int32: whether dK or dV of a key tile holds NaN or Inf, by warpgroup
+    delta: Any
+    lse_padded: Any
+    delta_padded: Any
+    dq_sums: Any
+    nonfinite: Any  # int32: whether dK or dV of a key tile holds NaN or Inf, by warpgroup
 
 
 class Workspace:
     """The memory for that, of one chunk of so many at a time, but for delta, which is of all. One allocation: each takes a few microseconds."""
 
     def __init__(self, p: Problem, count: int = 1) -> None:
-        self._rows, self._columns = sums_rows(p) // count, backward_config(p).d
-        self._key_tiles = p.batch * p.kv_heads // count * -(-p.kv_len // backward_config(p).block_n)
-        sizes = (p.batch * p.heads * p.q_len, self._rows, self._rows, self._rows * self._columns, 2 * self._key_tiles)
-        self._sizes = [-(-size // ALIGNED_FLOATS) * ALIGNED_FLOATS for size in sizes]
+        self._shape, self._rows, self._columns = p.query.shape[:3], sums_rows(p) // count, backward_config(p).d
+        key_tiles = p.batch * p.kv_heads // count * -(-p.kv_len // backward_config(p).block_n)
+        sizes = (self._shape.numel(), self._rows, self._rows, self._rows * self._columns, 2 * key_tiles)
+        ends = list(accumulate([-(-size // ALIGNED_FLOATS) * ALIGNED_FLOATS for size in sizes]))
+        self._begins, self._size = [0, *ends[:-1]], ends[-1]
 
-    def parts(self, device: torch.device) -> Work:
-        """The parts, each a row of float32: a launch needs their addresses alone."""
-        return Work(*torch.empty(sum(self._sizes), dtype=torch.float32, device=device).split(self._sizes))
+    def allocate(self, device: torch.device) -> Tensor:
+        return torch.empty(self._size, dtype=torch.float32, device=device)
 
-    def shaped(self, work: Work) -> Work:
+    def addresses(self, memory: Tensor) -> Work:
+        """All that a launch needs, without a view for each part."""
+        at = memory.data_ptr()
+        return Work(*[at + 4 * begin for begin in self._begins])
+
+    def tensors(self, memory: Tensor) -> Work:
         """The parts as the kernels' descriptors see them."""
-        rows = self._rows
-        sums = work.dq_sums[: rows * self._columns].view(-1, 32)
-        return Work(work.delta, work.lse_padded[:rows], work.delta_padded[:rows], sums, work.nonfinite.view(torch.int32))
+        _, lse, delta, sums, nonfinite = self._begins
+        rows, whole = self._rows, memory[sums : sums + self._rows * self._columns]
+        return Work(self.delta(memory), memory[lse : lse + rows], memory[delta : delta + rows], whole.view(-1, 32), memory[nonfinite:].view(torch.int32))
+
+    def delta(self, memory: Tensor) -> Tensor:
+        """[B, H, Sq]"""
+        return memory[: self._shape.numel()].view(self._shape)
 
 
 # -- tensors of the kernels, in the order of their parameters --------------------------------------------------------------

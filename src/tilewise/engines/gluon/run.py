@@ -1,6 +1,6 @@
 """How a problem becomes launches of the Hopper kernels: a pass prepares them once, and runs them for every call like the first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -84,10 +84,9 @@ class Backward(Pass):
     def __init__(self, p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None) -> None:
         self._axis, self._count = chunking(p, backward_config(p).d)
         self._workspace = Workspace(p, self._count)
-        parts, grads = self._workspace.parts(p.device), self._gradients(p)
-        cut = list(self._chunks(p, output, grad_out, dlse, parts.delta, *grads))
-        q, t = cut[min(1, self._count - 1)]  # where rows of lse begin on fewer bytes than 16 in some chunk, they do in the second
-        work = self._workspace.shaped(parts)
+        work = self._workspace.tensors(self._workspace.allocate(p.device))
+        given = BackwardTensors(output.out, output.lse, grad_out, dlse, work.delta, *_empty_gradients(p))
+        q, t = list(self._chunks(p, given))[min(1, self._count - 1)]  # where rows of lse begin on fewer bytes than 16 in some chunk, they do in the second
         before = launches.bwd_preprocess_tensors(t.out, t.lse, t.grad_out, t.dlse, t.delta, work)
         after = launches.bwd_postprocess_tensors(q, t.lse, t.grad_out, t.delta, (t.dq, t.dk, t.dv), work)
         self._preprocess = prepare(launches.bwd_preprocess_launch(q, before), p.device)
@@ -95,27 +94,22 @@ class Backward(Pass):
         self._postprocess = prepare(launches.bwd_postprocess_launch(q, after), p.device)
 
     def run(self, p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None) -> Gradients:
-        grads, seed = self._gradients(p), seed_of(p)
-        parts = self._workspace.parts(p.device)
-        delta, lse_padded, delta_padded, dq_sums, nonfinite = parts
-        for q, t in self._chunks(p, output, grad_out, dlse, delta, *grads):
+        memory, grads, seed = self._workspace.allocate(p.device), _empty_gradients(p), seed_of(p)
+        work = self._workspace.addresses(memory)
+        delta = work.delta if self._count == 1 else self._workspace.delta(memory)
+        for q, t in self._chunks(p, BackwardTensors(output.out, output.lse, grad_out, dlse, delta, *grads)):
             inputs = (q.query, q.key, q.value, t.grad_out)
-            self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, lse_padded, delta_padded, t.delta, dq_sums])
-            self._bwd.launch([*inputs, t.dk, t.dv, dq_sums, lse_padded, delta_padded, nonfinite, seed])
-            self._postprocess.launch([*inputs, t.lse, t.delta, t.dq, t.dk, t.dv, dq_sums, nonfinite, seed])
-        return Gradients(*grads, None if p.sinks is None else sinks_gradient(p, output, delta[: output.lse.numel()].view(output.lse.shape)))
+            self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, work.lse_padded, work.delta_padded, t.delta, work.dq_sums])
+            self._bwd.launch([*inputs, t.dk, t.dv, work.dq_sums, work.lse_padded, work.delta_padded, work.nonfinite, seed])
+            self._postprocess.launch([*inputs, t.lse, t.delta, t.dq, t.dk, t.dv, work.dq_sums, work.nonfinite, seed])
+        return Gradients(*grads, None if p.sinks is None else sinks_gradient(p, output, self._workspace.delta(memory)))
 
-    @staticmethod
-    def _gradients(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-        """Empty, and laid out as the inputs are: what made those need not copy their gradients."""
-        return torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value)
-
-    def _chunks(
-        self, p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> Iterator[tuple[Problem, BackwardTensors]]:
+    def _chunks(self, p: Problem, t: BackwardTensors) -> Iterable[tuple[Problem, BackwardTensors]]:
         if self._count == 1:
-            yield p, BackwardTensors(output.out, output.lse, grad_out, dlse, delta, dq, dk, dv)
-            return
-        rows = delta[: output.lse.numel()].view(output.lse.shape)
-        for chunk, tensors in chunks(p, self._axis, self._count, output.out, output.lse, grad_out, dlse, rows, dq, dk, dv):
-            yield chunk, BackwardTensors(*tensors)
+            return [(p, t)]
+        return [(chunk, BackwardTensors(*tensors)) for chunk, tensors in chunks(p, self._axis, self._count, *t)]
+
+
+def _empty_gradients(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Laid out as the inputs are: what made those need not copy their gradients."""
+    return torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value)

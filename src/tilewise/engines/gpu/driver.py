@@ -154,7 +154,13 @@ class Kernel:
         self._shared = shared
         self._boxes = boxes
         self._types = [*types, *["*extra"] * extra_pointers]
-        self.places, self._size = places_of(self._types)
+        self._places, self._size = places_of(self._types)
+        self._buffer = ctypes.create_string_buffer(self._size + MAP_ALIGNMENT)
+        self._address = aligned_address(self._buffer)
+        self._words = (ctypes.c_uint64 * (self._size // 8)).from_address(self._address)
+        self._in_place: bytes | None = None  # the arguments that the buffer holds
+        self._parameters = (ctypes.c_void_p * len(self._places))(*[self._address + place for place in self._places])
+        self._lock = new_lock()  # the driver copies the buffer while it launches a kernel, not later
 
     def packed(self, tma_tensors: list[Tensor], addresses: list[int], static_values: list[Any]) -> bytes:
         """All arguments, as the driver wants them in memory."""
@@ -164,7 +170,7 @@ class Kernel:
         values += [*addresses, *static_values]
         values += [0] * (len(self._types) - len(values))
         raw = bytearray(self._size)
-        for place, kind, value in zip(self.places, self._types, values, strict=True):
+        for place, kind, value in zip(self._places, self._types, values, strict=True):
             if kind == TENSOR_MAP:
                 raw[place : place + MAP_BYTES] = value
             else:
@@ -173,41 +179,23 @@ class Kernel:
 
     def address_places(self, own: int) -> tuple[list[int], list[int]]:
         """Where addresses lie among the packed arguments: those of the call's own tensors (tensor maps, then `own` pointers), and those of static tensors."""
-        maps = [place + (map_address_offset() or 0) for place, t in zip(self.places, self._types, strict=True) if t == TENSOR_MAP]  # never None: gluon refuses
-        pointers = [place for place, t in zip(self.places, self._types, strict=True) if t.startswith("*") and t != "*extra"]
+        maps = [place + (map_address_offset() or 0) for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]  # never None: gluon refuses
+        pointers = [place for place, t in zip(self._places, self._types, strict=True) if t.startswith("*") and t != "*extra"]
         return maps + pointers[:own], pointers[own:]
 
-    def arguments(self, raw: bytes) -> "Arguments":
-        return Arguments(self, raw)
-
-    def launch(self, programs: int, stream: int, parameters: Any) -> None:
-        code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, parameters, None)
-        if code != 0:
-            check(code, "launching a kernel")
-
-
-class Arguments:
-    """A kernel's arguments in memory of their own, from where it is launched again and again with other addresses."""
-
-    __slots__ = ("_address", "_buffer", "_kernel", "_lock", "_parameters", "_words")
-
-    def __init__(self, kernel: Kernel, raw: bytes) -> None:
-        self._kernel = kernel
-        self._buffer = ctypes.create_string_buffer(len(raw) + MAP_ALIGNMENT)
-        self._address = aligned_address(self._buffer)
-        ctypes.memmove(self._address, raw, len(raw))
-        self._words = (ctypes.c_uint64 * (len(raw) // 8)).from_address(self._address)
-        self._parameters = (ctypes.c_void_p * len(kernel.places))(*[self._address + place for place in kernel.places])
-        self._lock = new_lock()  # the driver copies the arguments while it launches a kernel, not later
-
-    def launch(self, programs: int, stream: int, words: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
-        """With the addresses of these tensors in these 8-byte words."""
+    def launch(self, programs: int, stream: int, packed: bytes, words: Sequence[int], tensors: Sequence[Tensor | int | None]) -> None:
+        """With packed arguments, and the addresses of these tensors, or these addresses, in these 8-byte words of them."""
         with self._lock:
+            if self._in_place is not packed:
+                ctypes.memmove(self._address, packed, len(packed))
+                self._in_place = packed
             memory = self._words
             for word, t in zip(words, tensors, strict=True):
                 if t is not None:
-                    memory[word] = t.data_ptr()
-            self._kernel.launch(programs, stream, self._parameters)
+                    memory[word] = t if isinstance(t, int) else t.data_ptr()
+            code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None)
+        if code != 0:
+            check(code, "launching a kernel")
 
 
 def is_capturing(stream: int) -> bool:
@@ -218,3 +206,14 @@ def is_capturing(stream: int) -> bool:
 def current_stream(device: int) -> int:
     """The stream's handle, the quick way that torch's own compiler takes."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def capture_id(device: torch.device) -> int:
+    """Which capture of a CUDA graph, of all in this process, the device's current stream takes part in; 0 if it takes part in none."""
+    stream = 0 if device.type != "cuda" else current_stream(torch.cuda.current_device() if device.index is None else device.index)
+    if not is_capturing(stream):
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    asked = library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    check(asked, "asking which graph is captured")
+    return number.value

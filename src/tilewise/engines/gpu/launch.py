@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import kernel_cache
-from tilewise.engines.gpu.driver import Arguments, Kernel, current_stream, enter_context, is_capturing
+from tilewise.engines.gpu.driver import Kernel, current_stream, enter_context, is_capturing
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.kernel_args import AlignedStrides, Strides
 from tilewise.engines.gpu.kernel_cache import architecture
@@ -83,20 +83,20 @@ class Launch(NamedTuple):
 class BoundLaunch:
     """A kernel with everything in place but the addresses of a call's own tensors."""
 
-    __slots__ = ("_arguments", "_kept", "_programs", "_streams", "_words", "device")
+    __slots__ = ("_kept", "_kernel", "_packed", "_programs", "_streams", "_words", "device")
 
-    def __init__(self, arguments: Arguments, programs: int, words: list[int], kept: Sequence[Tensor], device: int) -> None:
-        self._arguments, self._programs, self._words, self.device = arguments, programs, words, device
+    def __init__(self, kernel: Kernel, packed: bytes, programs: int, words: list[int], kept: Sequence[Tensor], device: int) -> None:
+        self._kernel, self._packed, self._programs, self._words, self.device = kernel, packed, programs, words, device
         self._kept = kept  # tile schedules, packed by address: kept alive. Captures are their owner's
         self._streams: set[int] = set()
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
-        """With these tensors, in the order of the kernel's parameters; None where there was none."""
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
+        """With these tensors (or addresses), in the order of the kernel's parameters; None where there was none."""
         enter_context(self.device)  # this may be a thread's first call
         stream = current_stream(self.device)
         if self._kept and (stream not in self._streams or is_capturing(stream)):
             self._used_on(stream)
-        self._arguments.launch(self._programs, stream, self._words, tensors)
+        self._kernel.launch(self._programs, stream, self._packed, self._words, tensors)
 
     def bind(self, p: Problem) -> "BoundLaunch":
         return self
@@ -131,15 +131,18 @@ class PreparedLaunch:
         tensors_given = static_tensors(launch.static_args)
         self._dtypes = [t.dtype for t in tensors_given]
         self._given = () if launch.sources else tensors_given
+        self._bound: BoundLaunch | None = None
 
     def bind(self, p: Problem) -> BoundLaunch:
         """For a problem of the same structure, with its captures and its schedule."""
         found = [(source, t) for source in self._sources for t in source(p) if t is not None]
         return self._with([t for _, t in found], [t for source, t in found if source not in CAPTURES])
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
         """As it was prepared, for a launch that has no sources."""
-        self._with(self._given, self._given).launch(tensors)
+        if self._bound is None:
+            self._bound = self._with(self._given, self._given)
+        self._bound.launch(tensors)
 
     def _with(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> BoundLaunch:
         if [t.dtype for t in tensors] != self._dtypes:  # a tensor in another's place would be read as what it is not
@@ -147,7 +150,7 @@ class PreparedLaunch:
         raw = bytearray(self._raw)
         for place, t in zip(self._static_places, tensors, strict=True):
             ADDRESS.pack_into(raw, place, t.data_ptr())
-        return BoundLaunch(self._kernel.arguments(bytes(raw)), self._programs, self._words, kept, self.device)
+        return BoundLaunch(self._kernel, bytes(raw), self._programs, self._words, kept, self.device)
 
 
 class KernelLaunch(Protocol):
@@ -158,7 +161,7 @@ class KernelLaunch(Protocol):
 
     def bind(self, p: Problem) -> "KernelLaunch": ...
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None: ...
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None: ...
 
 
 class InterpretedLaunch:
@@ -176,7 +179,7 @@ class InterpretedLaunch:
         assert [id(t) for t in static_tensors(static)] == [id(t) for t in tensors]
         return InterpretedLaunch(self._launch._replace(static_args=static, sources=()))
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
+    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
         left = iter(tensors)
         named = {name: _refilled(value, left) for name, value in self._launch.tensors.items()}
         constants = {k: v.function() if isinstance(v, Generated) else v for k, v in self._launch.constants.items()}
@@ -222,7 +225,7 @@ def _flatten(value: Any, found: list[Tensor | None]) -> None:
         found.append(value)
 
 
-def _refilled(value: Any, left: Iterator[Tensor | None]) -> Any:
+def _refilled(value: Any, left: Iterator[Any]) -> Any:
     """A value of `Launch.tensors` with the next tensors in place of its own."""
     if isinstance(value, tuple):
         return _like(value, [_refilled(v, left) for v in value])

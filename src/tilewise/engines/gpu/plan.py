@@ -12,6 +12,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import structure, tuning
 from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.driver import capture_id
 from tilewise.engines.gpu.structure import AnyPass
 
 
@@ -32,6 +33,13 @@ MAX_PASSES = 32  # of one plan: saved tensors that come back elsewhere every tim
 def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
     """The tensors whose contents decide which tiles are computed. Decoding has no tile schedule: its kernel asks the mask itself."""
     return () if is_decoding(p) else p.mask_sources
+
+
+def contents_now(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+    """`contents_key`, and the capture of a CUDA graph that is under way: schedules of its launches are made within it (device_map.py), and are of no use
+    outside."""
+    contents = contents_key(tensors)
+    return contents if not contents else (*contents, capture_id(tensors[0].device))
 
 
 class GpuPlan(Plan):
@@ -69,7 +77,7 @@ class GpuPlan(Plan):
             return None
         forward: ForwardPass
         forward, (contents, _, tuned) = found
-        if contents is None or tuned != tuning.state() or (contents and contents != contents_key(mask_sources)):
+        if contents is None or tuned != tuning.state() or (contents and contents != contents_now(mask_sources)):
             return None
         if forward.device is None or forward.device != torch.cuda.current_device():
             return None
@@ -79,7 +87,7 @@ class GpuPlan(Plan):
 def _state(p: Problem) -> tuple[Any, ...]:
     """What may change under one name: see GpuPlan."""
     captures = () if p.score is None else p.score.captures
-    return contents_key(schedule_sources(p)), tuple([t.data_ptr() for t in captures]), tuning.state()
+    return contents_now(schedule_sources(p)), tuple([t.data_ptr() for t in captures]), tuning.state()
 
 
 def backward_key(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
