@@ -16,7 +16,7 @@ from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_key, exact, maps
 from tilewise.core.problem import Problem
 from tilewise.core.weak_cache import WeakCache
-from tilewise.engines.gpu.driver import capture_id, current_stream
+from tilewise.engines.gpu.driver import capture_id, stream_of
 from tilewise.engines.gpu.kernel_args import BaseConstants, BaseGeometry, OrderConstants, RowsConstants, RowsGeometry
 from tilewise.engines.gpu.launch import KernelLaunch, Launch, PreparedLaunch, prepare
 from tilewise.engines.gpu.limits import interpreted
@@ -75,14 +75,11 @@ class DeviceMap:
         self._derived: dict[Hashable, Any] = {}
         self._tensors: list[Tensor] = []
         self._lock = new_lock()
-        self._stream = self._current_stream()
+        self._stream = stream_of(self.device)
         self._states = self.empty((self.batch * self.heads, -(-p.q_len // SIZE), -(-p.kv_len // SIZE)), torch.int8)
         kept_launch(("base_states", mask_structure(p)), lambda: base_launch(p, self._states), p.device).launch([self._states, *captures_of(p)])
         self._made = torch.cuda.Event() if p.device.type == "cuda" else None
         self._record()
-
-    def _current_stream(self) -> int:
-        return 0 if self.device.index is None else current_stream(self.device.index)
 
     def _record(self) -> None:
         if self._made is not None:
@@ -98,7 +95,7 @@ class DeviceMap:
     def remember(self, name: Hashable, make: Callable[[], Value]) -> Value:
         """What is made from this map, now or earlier, ready for the current stream."""
         with self._lock:
-            stream = self._current_stream()
+            stream = stream_of(self.device)
             if stream != self._stream:
                 self._wait()
             found: Value | None = self._derived.get(name)

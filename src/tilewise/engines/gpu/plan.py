@@ -12,7 +12,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import structure, tuning
 from tilewise.engines.gpu.decoding import is_decoding
-from tilewise.engines.gpu.driver import capture_id
+from tilewise.engines.gpu.driver import capture_id, stream_of
 from tilewise.engines.gpu.structure import AnyPass
 
 
@@ -36,10 +36,14 @@ def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
 
 
 def contents_now(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
-    """`contents_key`, and the capture of a CUDA graph that is under way: schedules of its launches are made within it (device_map.py), and are of no use
-    outside."""
+    """`contents_key`, the current stream, and the capture of a CUDA graph that is under way. A schedule of these contents may just be in the making on
+    another stream: whoever binds a launch to it waits for that (device_map.py). Schedules of a graph's launches are made within its capture, and are of no
+    use outside."""
     contents = contents_key(tensors)
-    return contents if not contents else (*contents, capture_id(tensors[0].device))
+    if not contents:
+        return contents
+    device = tensors[0].device
+    return (*contents, stream_of(device), capture_id(device))
 
 
 class GpuPlan(Plan):
