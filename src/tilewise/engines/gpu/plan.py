@@ -12,6 +12,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.device_map import is_made_on_device
 from tilewise.engines.gpu.driver import capture_id
 
 
@@ -35,13 +36,6 @@ def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
     return () if is_decoding(p) else p.mask_sources
 
 
-def contents_now(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
-    """`contents_key`, and the capture of a CUDA graph that is under way: schedules of its launches are made within it (device_map.py), and are of no use
-    outside."""
-    contents = contents_key(tensors)
-    return contents if not contents else (*contents, capture_id(tensors[0].device))
-
-
 class GpuPlan(Plan):
     """Passes by what their launches depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
@@ -53,10 +47,11 @@ class GpuPlan(Plan):
     def __init__(self, problem: Problem) -> None:
         self._passes: dict[Hashable, tuple[Any, Any]] = {}
         self._replays = problem.sinks is None and problem.dropout_p == 0  # query, key and value are all that varies
+        self._made_on_device = is_made_on_device(problem) and not is_decoding(problem)
 
     def prepared(self, name: Hashable, problem: Problem, make: Callable[[], Pass]) -> Pass:
         """The pass of this name, prepared now or for an earlier call."""
-        contents = contents_now(schedule_sources(problem))
+        contents = self._contents(schedule_sources(problem))
         state = contents, tuning.state()
         found = self._passes.get(name)
         if found is None or found[1] != state or contents is None:
@@ -66,13 +61,18 @@ class GpuPlan(Plan):
         made: Pass = found[0]
         return made
 
+    def _contents(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+        """`contents_key`, and the capture of a CUDA graph that is under way where schedules are made within it (device_map.py): they are of no use outside."""
+        contents = contents_key(tensors)
+        return contents if contents is None or not self._made_on_device else (*contents, capture_id(tensors[0].device))
+
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
         found = self._passes.get(FORWARD)
         if found is None or not self._replays:
             return None
         forward: ForwardPass
         forward, (contents, tuned) = found
-        if contents is None or tuned != tuning.state() or (contents and contents != contents_now(mask_sources)):
+        if contents is None or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
             return None
         if forward.device is None or forward.device != torch.cuda.current_device():
             return None
