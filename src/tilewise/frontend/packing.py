@@ -110,9 +110,9 @@ def _key(packed: Packed, offsets: tuple[Tensor, ...]) -> Any:
         return None
     device, stream = packed.query.device, 0
     if device.type == "cuda":
-        from tilewise.engines.gpu.driver import current_stream, is_capturing
+        from tilewise.engines.gpu.driver import is_capturing, stream_of
 
-        stream = current_stream(device.index)
+        stream = stream_of(device)
         if is_capturing(stream):
             return None
     return contents, packed.query.shape[0], packed.key.shape[0], device, stream
