@@ -66,7 +66,7 @@ struct Backward {
     const void *lse, *grad_lse;  // [batch, heads, n_q]; grad_lse may be absent
     void* delta;                 // [batch, heads, n_q]
     i64 blocks, blocks_per_tile;  // blocks of LANES queries: in one (batch, head), and in one tile of the map
-    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES]; matrix unit: pairs of features
+    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES] in panels; matrix unit: pairs of features
     void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null if the tensor's own rows can be read; matrix unit: pairs of rows
     uint8_t* finite;              // [batch, heads, blocks] matrix unit: whether Q and dO are all finite
     void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES]
