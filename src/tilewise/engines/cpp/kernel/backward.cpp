@@ -413,7 +413,13 @@ extern "C" __attribute__((visibility("default"))) void tilewise_backward(const B
     const Problem& p = f->problem;
     const bool single_thread = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < SINGLE_THREAD_WORK;
     const i64 threads = single_thread ? 1 : p.threads;
+    __builtin_memset(f->dq_written, 0, (size_t)(f->chunks * p.batch * p.heads * f->blocks));
     p.run(preprocess_block, (void*)f, p.batch * p.heads * f->blocks, threads);
     p.run(kv_chunk_group, (void*)f, f->groups, threads);
     p.run(reduce_dq, (void*)f, p.batch * p.heads * f->blocks, threads);
+}
+
+extern "C" __attribute__((visibility("default"))) void tilewise_call_backward(const Backward* prepared, const BackwardCall* call) {
+    const Backward f = called(*prepared, *call);
+    tilewise_backward(&f);
 }

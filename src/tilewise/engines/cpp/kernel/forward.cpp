@@ -286,3 +286,13 @@ extern "C" __attribute__((visibility("default"))) void tilewise_forward(const Fo
 }
 
 extern "C" __attribute__((visibility("default"))) void tilewise_decode(const Forward* f) { decode<ELEMENT>(*f); }
+
+extern "C" __attribute__((visibility("default"))) void tilewise_call_forward(const Forward* prepared, const ForwardCall* call) {
+    const Forward f = called(*prepared, *call);
+    tilewise_forward(&f);
+}
+
+extern "C" __attribute__((visibility("default"))) void tilewise_call_decode(const Forward* prepared, const ForwardCall* call) {
+    const Forward f = called(*prepared, *call);
+    tilewise_decode(&f);
+}
