@@ -68,7 +68,7 @@ class Named:
     # -- copies and pickles ------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_trace"}
+        return {name: value for name, value in vars(self).items() if name != "_trace"}  # which is made again
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if isinstance(self.made_by, str):

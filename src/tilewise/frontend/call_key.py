@@ -141,6 +141,9 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
     watched += held  # of the mask
     if not _add(score, parts, held, watched, MAX_DEPTH):
         return None
+    if len(held) > 1:
+        ids = [id(thing) for thing in held]
+        parts.append(None if len(set(ids)) == len(ids) else tuple(ids))  # where one tensor has two places, it may not be two tensors' in the next call
     return CallKey(tuple(parts), tuple(held), tuple(watched))
 
 
@@ -172,7 +175,7 @@ def _add(value: Any, parts: list[Any], held: list[Any], watched: list[Any], dept
         held.append(value)
         return True
     if kind is Sinks:
-        return _add(value.logits, parts, held, watched, depth - 1)
+        return _add_sinks(value.logits, parts, held)
     if kind is Mask:
         parts += (value.grid, value.covers)  # the sizes it is made for are checked once
         return _add(value.function, parts, held, watched, depth)
@@ -186,6 +189,15 @@ def _add(value: Any, parts: list[Any], held: list[Any], watched: list[Any], dept
         parts += (len(value.args), *value.keywords)
         return all([_add(v, parts, held, watched, depth - 1) for v in (value.func, *value.args, *value.keywords.values())])
     return False
+
+
+def _add_sinks(logits: Tensor, parts: list[Any], held: list[Any]) -> bool:
+    """Sinks are handed to kernels with query, key and value, and known like these: those of every layer make the same call. Nothing is made of their contents."""
+    if type(logits) not in PLAIN or logits.layout != torch.strided or is_lazy(logits) or logits.__dict__:
+        return False
+    parts += (logits.device, logits.data_ptr() & 15, logits.shape, logits.stride(), logits.dtype, logits.requires_grad)
+    held.append(logits)
+    return True
 
 
 class _Names(NamedTuple):
