@@ -192,7 +192,7 @@ def _add(value: Any, parts: list[Any], held: list[Any], watched: list[Any], dept
 
 
 def _add_sinks(logits: Tensor, parts: list[Any], held: list[Any]) -> bool:
-    """Sinks are handed to kernels with query, key and value, and known like these: those of every layer make the same call. Nothing is made of their contents."""
+    """Sinks are handed to kernels with query, key and value, and known like these: nothing is made of their contents, and every layer's make the same call."""
     if type(logits) not in PLAIN or logits.layout != torch.strided or is_lazy(logits) or logits.__dict__:
         return False
     parts += (logits.device, logits.data_ptr() & 15, logits.shape, logits.stride(), logits.dtype, logits.requires_grad)
