@@ -121,19 +121,21 @@ class _Kept(NamedTuple):
     holder: "weakref.ref[Any]"  # who was given it last
 
 
-# Masks of one query, by all that they are made of but what a step writes: device, batch, keys, window, and whether there are an offset and padding. One that
-# somebody holds is left alone: generate() still has the last step's when it asks for the next.
+# Masks of one query, by all that they are made of but what a step writes: device, batch, keys, window, and whether there are an offset and padding; and by the
+# stream, on which an earlier step's kernels may still have to read what the next step writes. One that somebody holds is left alone: generate() still has
+# the last step's when it asks for the next.
 _kept: dict[tuple[Any, ...], list[_Kept]] = {}
 _lock = new_lock()
 MAX_KINDS, MAX_OF_A_KIND = 16, 4
 
 
-def in_buffers(batch: int, kv_length: int, device: Any, step: Sight, hold: Callable[[Mask], Any]) -> Any:
+def in_buffers(batch: int, kv_length: int, device: torch.device, step: Sight, hold: Callable[[Mask], Any]) -> Any:
     """The mask of one query, in tensors that outlive the step, given to a holder.
 
     `step.visible` may be shorter than the keys: those after it are not visible. Nobody may look at the mask once its holder is gone.
     """
-    kind = (device, batch, kv_length, step.window, step.offset is None, step.visible is None)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    kind = (device, stream, batch, kv_length, step.window, step.offset is None, step.visible is None)
     with _lock:
         if kind not in _kept and len(_kept) >= MAX_KINDS:
             del _kept[next(iter(_kept))]

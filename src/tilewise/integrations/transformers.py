@@ -99,12 +99,30 @@ class Sizes(NamedTuple):
 
 
 def _traced(function: Callable[..., Any], sizes: Sizes, keep: Tensor | None) -> Mask | None:
-    """The mask of any function: traced once in every step, by the first layer."""
-    from transformers.masking_utils import bidirectional_mask_function
+    """The mask of any function, traced by the first layer; under torch.compile, of every function."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    found = None if function is bidirectional_mask_function else Mask(_shifted(function, sizes.q_offset, sizes.kv_offset), _name(function), fixed=True)
-    padding = None if keep is None else _padding(_visible(keep, sizes))
-    return found if padding is None else padding if found is None else found & padding
+    found: Mask | None
+    if function is bidirectional_mask_function:
+        found = None
+    elif function is causal_mask_function and isinstance(sizes.q_offset, int):
+        found = _causal(sizes.kv_length, sizes.q_offset - sizes.kv_offset)
+    else:
+        found = Mask(_shifted(function, sizes.q_offset, sizes.kv_offset), _name(function), fixed=True)
+    return _both(found, None if keep is None else _padding(_visible(keep, sizes)))
+
+
+def _both(one: Mask | None, other: Mask | None) -> Mask | None:
+    return one if other is None else other if one is None else one & other
+
+
+def _causal(kv_length: int, offset: int) -> Mask | None:
+    """Causal with query i at position i + offset; None if that allows everything."""
+    if offset + 1 >= kv_length:
+        return None  # the first query sees every key
+    if offset == 0:
+        return masks.causal
+    return Mask(lambda b, h, q, kv: q + offset >= kv, "causal", f"offset {offset}", fixed=True)
 
 
 def _shifted(function: Callable[..., Any], q_offset: int | Tensor, kv_offset: int) -> Callable[..., Any]:
@@ -132,7 +150,7 @@ def _visible(keep: Tensor, sizes: Sizes) -> Tensor:
 def _padding(visible: Tensor) -> Mask | None:
     """The simplest mask that hides what is not visible."""
     reading = mask_tensors.read(visible[:, None, None, :], (visible.shape[0], 1, 1, visible.shape[1]))
-    return step_masks.mask_of(Sight(visible=visible)) if reading is None else reading.mask
+    return Mask(lambda b, h, q, kv: visible[b, kv], "key_padding", fixed=True) if reading is None else reading.mask
 
 
 # -- masks in the forms of step_masks ------------------------------------------------------------------------------------
@@ -146,22 +164,21 @@ def _is_simple(parts: Parts, sizes: Sizes) -> bool:
 
 
 def _of_step(parts: Parts, sizes: Sizes, keep: Tensor | None, config: Any, device: Any, hold: Callable[[Mask | None], Any]) -> Any:
+    """The mask of a step, given to its holder. On a GPU padding is loaded as it is; on a CPU a prompt's is read, which makes simpler masks of most."""
     _, q_length, kv_length, q_offset, kv_offset = sizes
     documents = None if parts.documents is None else _ordinary(parts.documents)
     at: int | Tensor | None = q_offset - kv_offset if parts.causal else None  # a new tensor: a static cache increments its own before attention runs
     if keep is not None and q_length > 1 and keep.device.type == "cpu" and can_be_looked_at(keep):
-        padding, found = _padding(_visible(keep, sizes)), step_masks.mask_of(step_masks.needed(Sight(at, parts.window, documents), q_length, kv_length))
-        return hold(found if padding is None else padding if found is None else found & padding)
-    if keep is not None and not _hides(keep, q_length, config):
+        positions = step_masks.mask_of(step_masks.needed(Sight(at, parts.window, documents), q_length, kv_length))
+        return hold(_both(positions, _padding(_visible(keep, sizes))))
+    if keep is not None and not isinstance(at, Tensor) and not _hides(keep, q_length, config):
         known = keep.shape[-1] - kv_offset  # keys after these are not written yet
-        if known >= kv_length or (isinstance(at, int) and at + q_length <= known):
+        if known >= kv_length or (at is not None and at + q_length <= known):
             keep = None
-        elif isinstance(at, Tensor) and q_length == 1 and parts.window is None:
-            at, keep = at.clamp(max=known - 1), None
     sight = step_masks.needed(Sight(at, parts.window, documents), q_length, kv_length)
     if sight.offset is None and documents is None and keep is None:
         return hold(None)
-    where = keep.device if keep is not None else at.device if isinstance(at, Tensor) else device
+    where = keep.device if keep is not None else at.device if isinstance(at, Tensor) else None if device is None else torch.device(device)
     if _is_buffered(sizes) and where is not None and not _is_capturing(where):
         within = None if keep is None else keep[:, kv_offset : kv_offset + kv_length]
         return step_masks.in_buffers(sizes.batch, kv_length, where, sight._replace(visible=within), hold)
@@ -184,8 +201,8 @@ MAX_MODELS = 256
 
 
 def _hides(keep: Tensor, q_length: int, config: Any) -> bool:
-    """Whether any key is padding. On a GPU to look means to wait for it: so where there was padding in the step before, some is taken for granted, but for
-    a prompt, with which there may be none again."""
+    """Whether any key is padding. To look at a GPU's memory is to wait for it. torch's SDPA is given a mask after the same look; here it is left out where
+    there was padding in the step before, but for a prompt, with which there may be none again."""
     if not can_be_looked_at(keep) or _is_capturing(keep.device):
         return True
     is_prompt = q_length > 1 and not torch.is_grad_enabled()
