@@ -63,6 +63,21 @@ def test_masks_are_looked_into_on_every_architecture(name: str, arch: int) -> No
     assert len(built) == 1 and built[0].startswith("classify")
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+def test_decoding_as_models_do_compiles(arch: int) -> None:
+    """A static cache, a window, padding, a softcap and sinks; in several splits, and in one."""
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu.aot import build
+    from tilewise.engines.triton import aot
+    from tilewise.integrations.step_masks import Sight, mask_of
+
+    query, key = torch.empty(2, 32, 1, 128, dtype=torch.bfloat16, device="meta"), torch.empty(2, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
+    mask = mask_of(Sight(torch.tensor(5), 1024, None, torch.ones(2, 4096, dtype=torch.bool)))
+    p = make_problem(query, key, key, mask, [scores.softcap(30.0), scores.sinks(torch.zeros(32))], Options(enable_gqa=True))[0]
+    built = [build(launches(), arch).split()[0] for launches in aot.forward_launches(p)]
+    assert built == ["decode_split", "decode_combine", "decode_split"]
+
+
 def test_gradients_that_fit_no_tile_are_refused_before_anything_is_compiled() -> None:
     with pytest.raises(tw.BackendError, match=r"got 512 for sm_89, .* and backward=False \(--forward-only\) leaves gradients out"):
         tw.build_kernels(head_dims=[512], dtypes=["fp32"], arch="sm_89")
