@@ -20,6 +20,7 @@ from tilewise.engines import ENGINES, arguments
 from tilewise.engines.blocked import BlockedEngine
 from tilewise.engines.cpp import CppEngine
 from tilewise.engines.reference import ReferenceEngine
+from tilewise.engines.torch_op import SCORE_CAPTURES, packed
 
 LENGTH = 40
 DOCUMENTS = torch.arange(LENGTH) // 10
@@ -365,16 +366,17 @@ def test_opcheck(name: str, engine: str) -> None:
     given = arguments(engine, problem)
     torch.library.opcheck(torch.ops.tilewise.attention.default, given)
 
-    detached = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, given)
-    out, lse, highest = torch.ops.tilewise.attention(*detached)
-    wanted = list(range(len(detached[11])))
+    detached = packed(torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, given))
+    torch.library.opcheck(torch.ops.tilewise.attention_forward.default, detached)
+    out, lse, highest = torch.ops.tilewise.attention_forward(*detached)
+    wanted = list(range(len(given[SCORE_CAPTURES])))
     for grad_lse in (None, torch.randn_like(lse)):
         torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (*detached, out, lse, highest, torch.randn_like(out), grad_lse, wanted))
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch knows no such tag")
 def test_inductor_is_told_to_keep_the_operators_out_of_its_cuda_graphs() -> None:
-    for operator in (torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward):
+    for operator in (torch.ops.tilewise.attention_forward, torch.ops.tilewise.attention_backward):
         assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
