@@ -199,3 +199,14 @@ def is_capturing(stream: int) -> bool:
 def current_stream(device: int) -> int:
     """The stream's handle, the quick way that torch's own compiler takes."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def capture_id(device: torch.device) -> int:
+    """Which capture of a CUDA graph, of all in this process, the device's current stream takes part in; 0 if it takes part in none."""
+    stream = 0 if device.type != "cuda" else current_stream(torch.cuda.current_device() if device.index is None else device.index)
+    if not is_capturing(stream):
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    asked = library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    check(asked, "asking which graph is captured")
+    return number.value

@@ -12,6 +12,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.driver import capture_id
 
 
 class ForwardPass(Protocol):
@@ -34,6 +35,13 @@ def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
     return () if is_decoding(p) else p.mask_sources
 
 
+def contents_now(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+    """`contents_key`, and the capture of a CUDA graph that is under way: schedules of its launches are made within it (device_map.py), and are of no use
+    outside."""
+    contents = contents_key(tensors)
+    return contents if not contents else (*contents, capture_id(tensors[0].device))
+
+
 class GpuPlan(Plan):
     """Passes by what their launches depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
@@ -48,7 +56,7 @@ class GpuPlan(Plan):
 
     def prepared(self, name: Hashable, problem: Problem, make: Callable[[], Pass]) -> Pass:
         """The pass of this name, prepared now or for an earlier call."""
-        contents = contents_key(schedule_sources(problem))
+        contents = contents_now(schedule_sources(problem))
         state = contents, tuning.state()
         found = self._passes.get(name)
         if found is None or found[1] != state or contents is None:
@@ -64,7 +72,7 @@ class GpuPlan(Plan):
             return None
         forward: ForwardPass
         forward, (contents, tuned) = found
-        if contents is None or tuned != tuning.state() or (contents and contents != contents_key(mask_sources)):
+        if contents is None or tuned != tuning.state() or (contents and contents != contents_now(mask_sources)):
             return None
         if forward.device is None or forward.device != torch.cuda.current_device():
             return None

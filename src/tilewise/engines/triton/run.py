@@ -14,6 +14,7 @@ from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks, sums_rows
 from tilewise.engines.gpu.config import padded_dim
 from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.device_map import is_made_on_device
 from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.gpu.limits import MAX_TILE_SPAN, sm_count, tile_span
 from tilewise.engines.gpu.mods import gain_of
@@ -247,15 +248,25 @@ def shift_terms(p: Problem) -> Tensor | None:
 
 
 def fwd_role(p: Problem) -> str:
-    """Which table of configurations a forward takes, by how much of its map is computed."""
+    """Which table of configurations a forward takes, by how much of its map is computed. Nobody looks at maps that are made on the device: those of masks
+    that load from tensors by query and by key (documents) are likely to be sparse, those by one of them (padding) are not."""
     roles = fwd_roles(p)
     if len(roles) == 1 or p.device.type == "meta":
         return roles[0]
+    if is_made_on_device(p):
+        return "sparse_fwd" if loads_by_query_and_key(p) else "fwd"
     small = table_config("sparse_fwd", p)
     tile_map = kernel_map(p, (small.m, small.n))
     assert tile_map is not None
     computed: float = tile_map.remember("computed", lambda: 1.0 - tile_map.sparsity)
     return "sparse_fwd" if computed < SPARSE else "fwd"
+
+
+def loads_by_query_and_key(p: Problem) -> bool:
+    assert p.mask is not None
+    program = p.mask.program
+    loaded_by = [program.dependencies[k] for k, instruction in enumerate(program.instructions) if instruction.op == "load"]
+    return {"q", "kv"} <= frozenset().union(*loaded_by)
 
 
 def fwd_roles(p: Problem) -> tuple[str, ...]:

@@ -1,0 +1,270 @@
+"""Tile schedules of masks that load from tensors, made by kernels on the current stream.
+
+Such a mask may be another at every step (packed documents, lengths), so nothing here waits for the device: no number comes back from it, and every size
+follows from shapes. That also makes it work inside a CUDA graph, whose replays then follow the tensors' contents.
+
+Other masks are functions of the positions alone, and given tiles are what they are: their maps (tile_classifier.py) are made once.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewise.core.locks import new_lock
+from tilewise.core.map_cache import contents_key, exact, maps
+from tilewise.core.problem import Problem
+from tilewise.core.weak_cache import WeakCache
+from tilewise.engines.gpu.driver import capture_id, current_stream
+from tilewise.engines.gpu.kernel_args import BaseConstants, BaseGeometry, OrderConstants, RowsConstants, RowsGeometry
+from tilewise.engines.gpu.launch import InterpretedLaunch, Launch, PreparedLaunch, prepare
+from tilewise.engines.gpu.limits import interpreted
+from tilewise.engines.gpu.mods import extents_of, mask_of, mod_arguments
+
+SIZE = 16  # of a base tile: every kernel's tiles consist of whole ones
+FORBIDS, ALLOWS = 1, 2  # bits of a state
+COLUMNS = 512  # keys of the base tiles that a program evaluates: 64 elements a thread
+CHUNK = 128  # tiles of a row, or rows of a head, looked at together
+MAX_ELEMENTS = 2**31  # of a mask: as many mask bits as there may be take 256 MiB
+MAX_MAPS = 64
+MAX_BYTES = 2**30  # of what is kept for maps, all together
+MAX_LAUNCHES = 1024
+Value = TypeVar("Value")
+
+
+def is_made_on_device(p: Problem) -> bool:
+    """Whether a problem's tile schedules are made here."""
+    if p.mask is None or not p.mask.captures or p.given_tiles is not None or not (p.device.type == "cuda" or (p.device.type == "cpu" and interpreted())):
+        return False
+    batch, heads = _copies(p)
+    return batch * heads * p.q_len * p.kv_len <= MAX_ELEMENTS
+
+
+def _copies(p: Problem) -> tuple[int, int]:
+    """How many batches and heads have a map of their own: one serves whatever the mask does not look at."""
+    assert p.mask is not None
+    uses = p.mask.program.uses
+    return p.batch if "b" in uses else 1, p.heads if "h" in uses else 1
+
+
+class Tables(NamedTuple):
+    """What kernels read of a tile schedule, in the order in which the Hopper kernels want it."""
+
+    order: Tensor  # [rows] of each (batch, head), those with most tiles first
+    n_tiles: Tensor  # [rows] tiles to visit
+    n_masked: Tensor  # [rows] how many of them are masked: partial, or cut by the end of the sequence
+    offsets: Tensor  # [4 rows] see kernels/primitives.py
+    starts: Tensor  # [rows * room]
+    stops: Tensor
+    first_bits: Tensor  # [rows] each row's first block of mask bits
+
+
+class DeviceMap:
+    """The base tiles of a mask, and what engines make from them.
+
+    It may be used on several streams. Whoever uses it waits for what the last maker's stream had been given until then, and a maker is a user first: so its
+    event stands for everything in here.
+    """
+
+    def __init__(self, p: Problem) -> None:
+        self.batch, self.heads = _copies(p)
+        self.q_len, self.kv_len = p.q_len, p.kv_len
+        self.device = p.device
+        self.nbytes = 0
+        self._derived: dict[Hashable, Any] = {}
+        self._tensors: list[Tensor] = []
+        self._lock = new_lock()
+        self._stream = self._current_stream()
+        self._states = self.empty((self.batch * self.heads, -(-p.q_len // SIZE), -(-p.kv_len // SIZE)), torch.int8)
+        kept_launch(("base_states", mask_structure(p)), lambda: base_launch(p, self._states), p.device).launch([self._states, *captures_of(p)])
+        self._made = self._record()
+
+    def _current_stream(self) -> int:
+        return current_stream(self.device.index) if self.device.type == "cuda" and self.device.index is not None else 0
+
+    def _record(self) -> Any:
+        return None if self.device.type != "cuda" else torch.cuda.current_stream(self.device).record_event()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+        """Memory that is kept as long as this map."""
+        made = torch.empty(shape, dtype=dtype, device=self.device)
+        self._tensors.append(made)
+        self.nbytes += made.nbytes
+        return made
+
+    def remember(self, name: Hashable, make: Callable[[], Value]) -> Value:
+        """What is made from this map, now or earlier, ready for the current stream."""
+        with self._lock:
+            stream = self._current_stream()
+            if stream != self._stream:
+                self._wait()
+            found: Value | None = self._derived.get(name)
+            if found is None:
+                found = self._derived[name] = make()
+                self._stream, self._made = stream, self._record()
+            return found
+
+    def _wait(self) -> None:
+        """Let the current stream wait for what is in here, and no memory of it be reused before that stream is done."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._made)
+        for t in self._tensors:
+            t.record_stream(stream)
+
+    def rows(self, tile: tuple[int, int], by_keys: bool) -> Tables:
+        """A row per query tile over key tiles, or per key tile over query tiles."""
+        return self.remember((tile, by_keys), lambda: self._make_rows(tile, by_keys))
+
+    def _make_rows(self, tile: tuple[int, int], by_keys: bool) -> Tables:
+        geometry, heads = rows_geometry(self.q_len, self.kv_len, tile, by_keys), self.batch * self.heads
+        rows, room = heads * geometry.n_rows, heads * geometry.n_rows * (2 * geometry.n_half + 1)
+        tables = Tables(*self.empty((8 * rows + 2 * room,)).split([rows, rows, rows, 4 * rows, room, room, rows]))
+        key = (heads, tile, geometry, self.device)
+        kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device).launch([self._states, *tables])
+        kept_launch(("order_rows", *key), lambda: order_launch(rows, geometry, tables), self.device).launch([*tables])
+        return tables
+
+
+# -- maps are kept ---------------------------------------------------------------------------------------------------
+
+
+class DeviceMapCache:
+    """The most recently used maps, one for each mask: new contents take the place of the old.
+
+    A map is a function of the mask's program, its numbers, the contents of its captures, and the sizes of the problem. The first, second and last, and the
+    captures' identity, are the key; `contents_key` is kept beside the map and compared. Captures are held weakly.
+
+    Inside a capture of a CUDA graph nothing that was made outside is used, because a replay must follow what the tensors hold by then, and nothing made
+    inside is used outside, because it holds something only after a replay. A capture's own maps serve the rest of that capture.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0  # tests count
+        self._kept: WeakCache[tuple[Any, DeviceMap]] = WeakCache(MAX_MAPS)
+        self._bytes = 0  # of all maps kept since they were last forgotten
+        self._captured = (0, self._kept)  # the latest capture, and its maps
+
+    def get(self, p: Problem) -> DeviceMap:
+        assert p.mask is not None
+        contents = contents_key(p.mask.captures)
+        if contents is None:
+            return self._make(p)
+        cache = self._cache_of(capture_id(p.device))
+        key = (p.mask.program.text, p.mask.ints, exact(p.mask.floats), tuple([id(t) for t in p.mask.captures]), _copies(p), p.q_len, p.kv_len, p.device)
+        found = cache.find(key, p.mask.captures)
+        if found is not None and found[0] == contents:
+            return found[1]
+        made = self._make(p)
+        if found is None and cache is self._kept:
+            self._weigh(made)
+        cache.keep(key, p.mask.captures, (contents, made))
+        return made
+
+    def _cache_of(self, capture: int) -> WeakCache[tuple[Any, DeviceMap]]:
+        """That of a capture, or the one outside of captures (0). Maps of an earlier capture are let go of."""
+        latest = self._captured
+        if latest[0] != capture:
+            latest = self._captured = (capture, WeakCache(MAX_MAPS) if capture else self._kept)
+        return latest[1]
+
+    def _make(self, p: Problem) -> DeviceMap:
+        self.made += 1
+        return DeviceMap(p)
+
+    def _weigh(self, made: DeviceMap) -> None:
+        """Schedules and mask bits that will be made from a map are of the same size in every map of a mask: that of its elements, in bits, for each pass."""
+        self._bytes += made.nbytes + made.batch * made.heads * made.q_len * made.kv_len // 4
+        if self._bytes > MAX_BYTES:
+            self.clear()
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+
+device_maps = DeviceMapCache()
+maps.on_clear.append(device_maps.clear)
+
+
+# -- launches are kept -----------------------------------------------------------------------------------------------
+
+_launches: dict[Any, PreparedLaunch] = {}
+
+
+def kept_launch(key: Hashable, make: Callable[[], Launch], device: torch.device) -> PreparedLaunch | InterpretedLaunch:
+    """The prepared launch of this key, which has to name everything in it but the addresses of its own tensors."""
+    found = _launches.get(key)
+    if found is not None:
+        return found
+    made = prepare(make(), device)
+    if isinstance(made, PreparedLaunch):
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = made
+    return made
+
+
+def mask_structure(p: Problem) -> Hashable:
+    """Everything of a mask in a launch but its captures' addresses: its function is made from the program, the integers, the captures' layouts and the
+    sizes (mods.py), and is given these and the floats."""
+    if p.mask is None:
+        return extents_of(p), p.device
+    layouts = tuple([(t.dtype, t.shape, t.stride()) for t in p.mask.captures])
+    return p.mask.program.text, p.mask.ints, exact(p.mask.floats), layouts, extents_of(p), p.device
+
+
+def captures_of(p: Problem) -> tuple[Tensor, ...]:
+    return () if p.mask is None else p.mask.captures
+
+
+def mask_numbers(p: Problem) -> dict[str, Any]:
+    """The mask's arguments but its captures."""
+    _, ints, floats, sizes = mod_arguments(p)["mask"]
+    return {"ints": ints, "floats": floats, "sizes": sizes}
+
+
+def kernels() -> Mapping[str, Any]:
+    """Imports Triton, so only when a kernel has to be compiled."""
+    from tilewise.engines.gpu.kernels.device_map import base_states, order_rows, schedule_rows
+
+    return {"base_states": base_states, "schedule_rows": schedule_rows, "order_rows": order_rows}
+
+
+def base_launch(p: Problem, states: Tensor) -> Launch:
+    heads, rows, columns = states.shape
+    blocks = -(-p.kv_len // COLUMNS)
+    return Launch(
+        "base_states",
+        kernels,
+        heads * rows * blocks,
+        {"p_states": states, "captures": captures_of(p)},
+        {"geometry": BaseGeometry(_copies(p)[1], rows, columns, blocks, p.q_len, p.kv_len), **mask_numbers(p)},
+        {"MASK": mask_of(p), "C": BaseConstants(FORBIDS, ALLOWS, SIZE, COLUMNS)},
+        4,
+        1,
+        fp_fusion=False,
+    )
+
+
+def rows_geometry(q_len: int, kv_len: int, tile: tuple[int, int], by_keys: bool) -> RowsGeometry:
+    along, across = -(-q_len // SIZE), -(-kv_len // SIZE)
+    rows, columns, end, strides = -(-q_len // tile[0]), -(-kv_len // tile[1]), kv_len % tile[1], (across, 1)
+    if by_keys:
+        along, across, rows, columns, end, strides = across, along, columns, rows, q_len % tile[0], (1, across)
+    return RowsGeometry(rows, columns, -(-columns // 2), int(end != 0), along, across, *strides)
+
+
+def rows_launch(rows: int, tile: tuple[int, int], by_keys: bool, geometry: RowsGeometry, states: Tensor, tables: Tables) -> Launch:
+    along, across = (tile[1], tile[0]) if by_keys else tile
+    assert along % SIZE == 0 and across % SIZE == 0, f"tiles of kernels are made of base tiles of {SIZE}, got {tile}"
+    constants = RowsConstants(FORBIDS, ALLOWS, along // SIZE, across // SIZE, _padded(along // SIZE), _padded(across // SIZE), CHUNK)
+    return Launch("schedule_rows", kernels, rows, {"p_states": states, "tables": tuple(tables)}, {"geometry": geometry}, {"C": constants}, 4, 1)
+
+
+def order_launch(rows: int, geometry: RowsGeometry, tables: Tables) -> Launch:
+    return Launch("order_rows", kernels, rows, {"tables": tuple(tables)}, {"n_rows": geometry.n_rows}, {"C": OrderConstants(CHUNK)}, 1, 1)
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
