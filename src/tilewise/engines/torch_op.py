@@ -28,21 +28,15 @@ ARGUMENTS = (
 )
 SCORE_CAPTURES = 11  # position among the arguments
 SINKS = 14
-PASSES = 1  # to be raised whenever the operators of the passes change: torch keeps compiled code on disk, by the graph of `attention`, from one version to the next
+PASSES = 1  # to be raised whenever the operators of the passes change: torch keeps compiled code on disk, by the graph of `attention`, for later versions too
 
-# Inductor runs operators with this tag between the CUDA graphs it captures, not inside (torch 2.9 and newer): what engines make once and keep, such as tile maps,
-# must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one.
-TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+# There are two operators for each pass. Those with this tag inductor runs between the CUDA graphs it captures (torch 2.9 and newer): what they make and keep
+# must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one. The others it captures: Engine.is_capturable.
+OUTSIDE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 PACKED = "Tensor query, Tensor key, Tensor value, Tensor[] others, str recipe, SymInt[] ints"
 
 library = torch.library.Library("tilewise", "FRAGMENT")
 library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-library.define(f"attention_forward({PACKED}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
-library.define(
-    f"attention_backward({PACKED}, Tensor out, Tensor lse, Tensor max_score, Tensor grad_out, Tensor? grad_lse, int[] wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
-    tags=TAGS,
-)
 
 
 def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
@@ -190,7 +184,15 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(*unpacked(*args))
+
+
+def forward_in_graphs(*args: Any) -> Any:
     engine, problem = unpacked(*args)
+    return engine.run_in_graphs(problem, lambda: _forward(engine, problem))
+
+
+def _forward(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     with without_autocast(problem.device):
         out, lse, max_score = engine.forward(problem, engine.plan(problem))
     return as_laid_out(out, problem), lse, max_score
@@ -206,8 +208,17 @@ def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
 
 
 def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    return _backward(*unpacked(*args[:6]), *args[6:])
+
+
+def backward_in_graphs(*args: Any) -> Any:
     engine, problem = unpacked(*args[:6])
-    out, lse, max_score, grad_out, grad_lse, wanted = args[6:]
+    return engine.run_in_graphs(problem, lambda: _backward(engine, problem, *args[6:]))
+
+
+def _backward(
+    engine: Engine, problem: Problem, out: Tensor, lse: Tensor, max_score: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     with without_autocast(problem.device):
         found = engine.backward(problem, engine.plan(problem), Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
     sinks = found.sinks if found.sinks is not None else problem.query.new_empty((0,))
@@ -231,6 +242,36 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor, others: list[Tenso
     return fresh(query), fresh(key), fresh(value), sinks, [fresh(others[first + k]) for k in wanted]
 
 
-for _name, _pass, _fake in (("attention_forward", forward, _fake_forward), ("attention_backward", backward, _fake_backward)):
+FORWARD = f"({PACKED}) -> (Tensor, Tensor, Tensor)"
+BACKWARD = (
+    f"({PACKED}, Tensor out, Tensor lse, Tensor max_score, Tensor grad_out, Tensor? grad_lse, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
+)
+for _name, _schema, _pass, _fake, _tags in (
+    ("attention_forward", FORWARD, forward, _fake_forward, OUTSIDE),
+    ("attention_backward", BACKWARD, backward, _fake_backward, OUTSIDE),
+    ("attention_forward_in_graphs", FORWARD, forward_in_graphs, _fake_forward, ()),
+    ("attention_backward_in_graphs", BACKWARD, backward_in_graphs, _fake_backward, ()),
+):
+    library.define(_name + _schema, tags=_tags)
     library.impl(_name, _pass, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
+
+
+def run_forward(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of a call with these arguments of `tilewise::attention`."""
+    given, ops = packed(args), torch.ops.tilewise
+    found: tuple[Tensor, Tensor, Tensor] = (ops.attention_forward_in_graphs if _is_capturable(given) else ops.attention_forward)(*given)
+    return found
+
+
+def run_backward(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    given, ops = packed(args), torch.ops.tilewise
+    found: tuple[Any, ...] = (ops.attention_backward_in_graphs if _is_capturable(given) else ops.attention_backward)(*given, *others)
+    return found
+
+
+def _is_capturable(given: tuple[Any, ...]) -> bool:
+    if _frame(given[4]).recipe.has_tiles:  # to unpack these waits for the device
+        return False
+    engine, problem = unpacked(*given)
+    return engine.is_capturable(problem)

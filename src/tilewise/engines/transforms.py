@@ -1,4 +1,4 @@
-"""The operator `tilewise::attention` with its derivative, and torch.func (grad, vjp, vmap, jacrev) and batched gradients, whose transforms see autograd functions.
+"""The operator `tilewise::attention` with its derivative; torch.func (grad, vjp, vmap, jacrev) and batched gradients, which see autograd functions.
 
 Both functions below are the torch operators of the passes (torch_op.py) with the arguments of `tilewise::attention`, flattened, so that every tensor is an
 argument of its own. A batch is computed one element after the other.
@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
-from tilewise.engines.torch_op import SCORE_CAPTURES, SINKS, arguments, library, packed
+from tilewise.engines.torch_op import SCORE_CAPTURES, SINKS, arguments, library, run_backward, run_forward
 from tilewise.errors import BackendError
 
 NOT_TWICE = "attention cannot be differentiated twice: its backward has no derivative of its own; torch's SDPA has one with SDPBackend.MATH"
@@ -41,7 +41,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(form: TreeSpec, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.tilewise.attention_forward(*packed(tree_unflatten(flat, form)))
+        found: tuple[Tensor, Tensor, Tensor] = run_forward(tree_unflatten(flat, form))
         return found
 
     @staticmethod
@@ -81,8 +81,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(form: TreeSpec, *flat: Any) -> tuple[Tensor, ...]:
-        inputs, others = tree_unflatten(flat, form)
-        *found, captures = torch.ops.tilewise.attention_backward(*packed(inputs), *others)
+        *found, captures = run_backward(*tree_unflatten(flat, form))
         return (*found, *captures)
 
     @staticmethod

@@ -84,14 +84,14 @@ class PreparedLaunch:
         """A tile schedule may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it.
         One that is captured in a graph stays: nobody tells when the graph goes."""
         if is_capturing(stream):
-            _captured.append(self._schedule)
+            captured.append(self._schedule)
             return
         for t in self._schedule:
             t.record_stream(torch.cuda.current_stream(self.device))
         self._streams.add(stream)
 
 
-_captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
+captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
 
 
 class InterpretedLaunch:
