@@ -64,9 +64,9 @@ class Engine(ABC):
         """Whether inductor may capture a call like this one in its CUDA graphs, whose replays then follow what tensors contain; then `run_in_graphs` is how."""
         return False
 
-    def run_in_graphs(self, problem: Problem, call: Callable[[], Any]) -> Any:
-        """A call of the operator that inductor may put into its CUDA graphs."""
-        return call()
+    def run_in_graphs(self, problem: Problem, call: Callable[[Plan], Any]) -> Any:
+        """A call of the operator that inductor may put into its CUDA graphs, with a plan for the problem."""
+        return call(self.plan(problem))
 
     @abstractmethod
     def forward(self, problem: Problem, plan: Plan) -> Output: ...

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.output import Output
+from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, like_query
 from tilewise.engines.registry import engine_named
@@ -184,17 +185,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(*unpacked(*args))
+    engine, problem = unpacked(*args)
+    return _forward(engine, problem, engine.plan(problem))
 
 
 def forward_in_graphs(*args: Any) -> Any:
     engine, problem = unpacked(*args)
-    return engine.run_in_graphs(problem, lambda: _forward(engine, problem))
+    return engine.run_in_graphs(problem, lambda plan: _forward(engine, problem, plan))
 
 
-def _forward(engine: Engine, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(engine: Engine, problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     with without_autocast(problem.device):
-        out, lse, max_score = engine.forward(problem, engine.plan(problem))
+        out, lse, max_score = engine.forward(problem, plan)
     return as_laid_out(out, problem), lse, max_score
 
 
@@ -208,19 +210,20 @@ def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
 
 
 def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    return _backward(*unpacked(*args[:6]), *args[6:])
+    engine, problem = unpacked(*args[:6])
+    return _backward(engine, problem, engine.plan(problem), *args[6:])
 
 
 def backward_in_graphs(*args: Any) -> Any:
     engine, problem = unpacked(*args[:6])
-    return engine.run_in_graphs(problem, lambda: _backward(engine, problem, *args[6:]))
+    return engine.run_in_graphs(problem, lambda plan: _backward(engine, problem, plan, *args[6:]))
 
 
 def _backward(
-    engine: Engine, problem: Problem, out: Tensor, lse: Tensor, max_score: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]
+    engine: Engine, problem: Problem, plan: Plan, out: Tensor, lse: Tensor, max_score: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     with without_autocast(problem.device):
-        found = engine.backward(problem, engine.plan(problem), Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
+        found = engine.backward(problem, plan, Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
     sinks = found.sinks if found.sinks is not None else problem.query.new_empty((0,))
     return found.query.contiguous(), found.key.contiguous(), found.value.contiguous(), sinks, [found.captures[k].contiguous() for k in wanted]
 

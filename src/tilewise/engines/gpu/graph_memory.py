@@ -18,10 +18,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.gpu import launch
+from tilewise.engines.base import Engine
 from tilewise.engines.gpu.device_map import device_maps, is_made_on_device
 from tilewise.engines.gpu.driver import current_stream, is_capturing
+from tilewise.engines.gpu.launch import schedules_of_the_graph
+from tilewise.engines.gpu.plan import GpuPlan
 
 TREES = "torch._inductor.cudagraph_trees"
 Result = TypeVar("Result", bound=tuple[Any, ...])  # of tensors and lists of tensors
@@ -37,15 +40,15 @@ def is_capturable(p: Problem) -> bool:
     return all([type(size) is int for size in (*p.query.shape, *p.key.shape)]) and is_made_on_device(p)
 
 
-def run(p: Problem, call: Callable[[], Result]) -> Result:
+def run(engine: Engine, p: Problem, call: Callable[[Plan], Result]) -> Result:
     """A call of the operator that inductor may put into its graphs."""
     device = torch.cuda.current_device() if p.device.index is None else p.device.index
     stream = current_stream(device)
     if is_capturing(stream):
-        return _within_capture(p, call)
+        return _within_capture(p, lambda: call(GpuPlan(p)))  # a plan of its own: what it binds is the graph's
     if is_warming_up(device, stream):
-        return _copied(in_ordinary_memory(call, device))
-    return call()
+        return _copied(in_ordinary_memory(lambda: call(engine.plan(p)), device))
+    return call(engine.plan(p))
 
 
 def is_warming_up(device: int, stream: int) -> bool:
@@ -60,11 +63,10 @@ def is_warming_up(device: int, stream: int) -> bool:
 def _within_capture(p: Problem, call: Callable[[], Result]) -> Result:
     if p.mask is None or not is_made_on_device(p):
         return call()
-    before = len(launch.captured)
     try:
-        return call()
+        with schedules_of_the_graph():
+            return call()
     finally:
-        del launch.captured[before:]  # the graph's own memory: the graph fills it again before it reads it
         device_maps.forget_capture()
 
 

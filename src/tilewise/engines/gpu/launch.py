@@ -4,7 +4,9 @@ Every integer is passed as it is, so that no value of it ever makes a new kernel
 can be loaded 16 bytes at a time, and the constants (see kernel_cache).
 """
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -84,14 +86,26 @@ class PreparedLaunch:
         """A tile schedule may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it.
         One that is captured in a graph stays: nobody tells when the graph goes."""
         if is_capturing(stream):
-            captured.append(self._schedule)
+            if not getattr(_graph, "owns_schedules", False):
+                _captured.append(self._schedule)
             return
         for t in self._schedule:
             t.record_stream(torch.cuda.current_stream(self.device))
         self._streams.add(stream)
 
 
-captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
+_captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
+_graph = threading.local()
+
+
+@contextmanager
+def schedules_of_the_graph() -> Iterator[None]:
+    """Schedules of what this thread captures are made within the graph, which fills their memory again before it reads it: they need not be kept."""
+    _graph.owns_schedules = True
+    try:
+        yield
+    finally:
+        _graph.owns_schedules = False
 
 
 class InterpretedLaunch:
