@@ -88,6 +88,11 @@ class Mask(Named):
     def __repr__(self) -> str:
         return f"Mask({self.name})"
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether it has been traced for good."""
+        return self._trace is not None
+
     def traced(self) -> BoundProgram:
         if torch.compiler.is_compiling() or not self.fixed:
             return trace_mask(self.function)

@@ -1,5 +1,6 @@
 """The call cache: a call is found again when nothing that matters has changed, and never otherwise."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -229,24 +230,49 @@ def test_a_score_whose_tensor_moves_to_the_query_is_not_remembered(monkeypatch: 
     assert torch.equal(attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h]), wanted)
 
 
-def test_a_pass_is_prepared_again_when_tuning_went_on_or_contents_changed() -> None:
+def test_a_pass_is_bound_again_when_contents_changed_and_prepared_again_when_tuning_went_on() -> None:
     from tilewise.core.problem import Options, make_problem
     from tilewise.engines.gpu import tuning
     from tilewise.engines.gpu.plan import GpuPlan
+    from tilewise.engines.gpu.structure import Pass
 
-    limit = torch.tensor(3)
-    p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < limit, None, Options())[0]
-    plan, made = GpuPlan(p), iter(range(10))
-    prepared = lambda name="pass": plan.prepared(name, p, lambda: next(made))
-    assert [prepared(), prepared(), prepared("another")] == [0, 0, 1]
+    class Counted(Pass):
+        """Tells which one it is, and how often it was bound."""
+
+        made = 0
+
+        def __init__(self) -> None:
+            Counted.made += 1
+            self.number, self.bound = Counted.made, 0
+
+        def bind(self, p: Any) -> "Counted":
+            self.bound += 1
+            bound = copy.copy(self)
+            return bound
+
+    limit, bias = torch.tensor(3), torch.zeros(64)
+    score = lambda s, b, h, q, kv: s + bias[q]
+    p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < limit, score, Options())[0]
+    plan = GpuPlan(p)
+
+    def prepared(name: str = "pass", plan: Any = plan) -> tuple[int, int]:
+        found = plan.prepared(name, p, "counted", Counted)
+        return found.number, found.bound
+
+    assert [prepared(), prepared(), prepared("another")] == [(1, 1), (1, 1), (2, 1)]
     with tuning.autotuned():
-        assert prepared() == 2
-    assert prepared() == 3
+        assert prepared() == (3, 1)
+    assert prepared() == (1, 2)
     limit += 1
-    assert [prepared(), prepared()] == [4, 4]
+    assert [prepared(), prepared()] == [(1, 3), (1, 3)]
+    assert prepared(plan=GpuPlan(p)) == (1, 4)  # another call of the same structure
+    p = p.replaced(score=p.score.with_captures((bias.clone(),)))  # as a saved tensor that comes back elsewhere
+    assert [prepared(), prepared()] == [(1, 5), (1, 5)]
+    p = p.replaced(scale=0.5)
+    assert prepared(plan=GpuPlan(p)) == (4, 1)
     with torch.inference_mode():  # whose tensors have no version
         p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < torch.tensor(3), None, Options())[0]
-    assert [prepared(), prepared()] == [5, 6]
+    assert [prepared()[1], prepared()[1]] == [1, 2]
 
 
 LIBRARY = {
@@ -292,12 +318,16 @@ def test_calls_with_the_librarys_own_masks_and_scores_are_cached() -> None:
 
 
 class Pass:
-    """A forward that counts how often it is run."""
+    """A forward that counts how often it is run and bound."""
 
     device = 0
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.runs = self.bound = 0
+
+    def bind(self, p: Any) -> "Pass":
+        self.bound += 1
+        return self
 
     def run(self, *tensors: Any) -> str:
         self.runs += 1
@@ -315,7 +345,7 @@ def test_replays_need_what_the_mask_depends_on_unchanged(kind: str, monkeypatch:
     mask: Any = {"plain": masks.causal, "captured": lambda b, h, q, kv: q - kv < limit, "given map": bare}[kind]
     p = make_problem(*tensors(), mask, None, Options())[0]
     plan, ready = GpuPlan(p), Pass()
-    plan.prepared(FORWARD, p, lambda: ready)
+    plan.prepared(FORWARD, p, kind, lambda: ready)
     assert plan.replay(p.query, p.key, p.value, p.mask_sources) == "output" and ready.runs == 1
     for changed in p.mask_sources[:1]:
         changed += 0
@@ -330,9 +360,9 @@ def test_decoding_is_prepared_once_though_its_mask_moves_on() -> None:
 
     length, key = torch.tensor(5), torch.zeros(1, 2, 128, 16)
     p = make_problem(torch.zeros(1, 2, 1, 16), key, key, lambda b, h, q, kv: kv < length, None, Options())[0]
-    plan, made = GpuPlan(p), iter(range(10))
+    plan, made = GpuPlan(p), Pass()
     for _ in range(3):
-        assert plan.prepared(FORWARD, p, lambda: next(made)) == 0
+        assert plan.prepared(FORWARD, p, "decoding", lambda: made).bound == 1
         length += 1
 
 
@@ -342,12 +372,26 @@ def test_passes_do_not_pile_up_and_the_forward_stays() -> None:
 
     p = make_problem(*tensors(), None, None, Options())[0]
     plan = GpuPlan(p)
-    plan.prepared(FORWARD, p, lambda: "forward")
+    first = plan.prepared(FORWARD, p, "piled", Pass)
     for n in range(3 * MAX_PASSES):
-        plan.prepared(("backward", n), p, lambda n=n: n)
+        last = plan.prepared(("backward", n), p, "piled", Pass)
     assert len(plan._passes) == MAX_PASSES
-    assert plan.prepared(FORWARD, p, lambda: "again") == "forward"
-    assert plan.prepared(("backward", 3 * MAX_PASSES - 1), p, lambda: "again") == 3 * MAX_PASSES - 1
+    assert plan.prepared(FORWARD, p, "piled", Pass) is first and first.bound == 1
+    assert plan.prepared(("backward", 3 * MAX_PASSES - 1), p, "piled", Pass) is last and last.bound == 1
+
+
+def test_structures_do_not_pile_up_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu import structure
+
+    monkeypatch.setattr(structure, "MAX_STRUCTURES", 4)
+    monkeypatch.setattr(structure, "_prepared", {})
+    p = make_problem(*tensors(), None, None, Options())[0]
+    kept = structure.prepared("kept", p, Pass)
+    for n in range(12):
+        structure.prepared(n, p, Pass)
+        assert structure.prepared("kept", p, Pass) is kept
+    assert len(structure._prepared) == 4
 
 
 def test_templates_of_rows_make_contiguous_tensors() -> None:

@@ -60,10 +60,6 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> int:
     return 7
 
 
-SHARED = object()
-ENGINE: Any = SimpleNamespace(plan=lambda problem: SHARED)
-
-
 def on_gpu(given: Problem) -> Any:
     """The problem, as if it were on a GPU."""
     return SimpleNamespace(device=torch.device("cuda", 0), mask=given.mask, sinks=None, dropout_p=0)
@@ -77,11 +73,11 @@ def test_only_inductors_own_stream_is_its_warm_up(used: int, stream: int, monkey
     made: list[Any] = []
 
     def call(plan: Any) -> tuple[Tensor]:
-        assert plan is SHARED
+        assert plan is None
         made.append((threading.current_thread(), torch.zeros(2)))
         return (made[0][1],)
 
-    (found,) = graph_memory.run(ENGINE, on_gpu(problem()), call)
+    (found,) = graph_memory.run(on_gpu(problem()), call)
     thread, result = made[0]
     assert (thread is threading.current_thread(), found is result) == ((False, False) if used == stream else (True, True))
 
@@ -103,16 +99,16 @@ def test_a_capture_leaves_nothing_in_the_graphs_memory(loads: bool, stream: int,
 
     def call(plan: Any) -> tuple[str]:
         plans.append(plan)
-        launch.PreparedLaunch._used_on(SimpleNamespace(_schedule="a schedule"), 7)  # type: ignore[arg-type]  # all of it that is used there
+        launch.BoundLaunch._used_on(SimpleNamespace(_kept="a schedule"), 7)  # type: ignore[arg-type]  # all of it that is used there
         device_maps._captured = (12, WeakCache(4))
         return ("done",)
 
     p = on_gpu(problem(masks.document(ids()) if loads else masks.causal))
     for _ in range(2):
-        assert graph_memory.run(ENGINE, p, call) == ("done",)
+        assert graph_memory.run(p, call) == ("done",)
     assert launch._captured == ([] if loads else ["a schedule"] * 2)
     assert (device_maps._captured[0] == 0) is loads
-    assert plans[0] is not plans[1] and SHARED not in plans
+    assert plans[0] is not plans[1] and None not in plans
 
 
 def test_a_capture_that_fails_leaves_nothing_either(stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +120,5 @@ def test_a_capture_that_fails_leaves_nothing_either(stream: int, monkeypatch: py
         raise tw.InputError("this way")
 
     with pytest.raises(tw.InputError, match="this way"):
-        graph_memory.run(ENGINE, on_gpu(problem(masks.document(ids()))), fails)
+        graph_memory.run(on_gpu(problem(masks.document(ids()))), fails)
     assert device_maps._captured[0] == 0 and not launch._graph.owns_schedules

@@ -17,6 +17,7 @@ from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, like_query
+from tilewise.engines.operator_plans import plan_of
 from tilewise.engines.registry import engine_named
 from tilewise.lang import BoundProgram, parse
 from tilewise.tiles import Geometry, Runs, TileMap, trimmed
@@ -186,18 +187,26 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     engine, problem = unpacked(*args)
-    return _forward(engine, problem, engine.plan(problem))
+    return forward_of(engine, problem, plan_of(engine, problem, args[4]))
 
 
 def forward_in_graphs(*args: Any) -> Any:
     engine, problem = unpacked(*args)
-    return engine.run_in_graphs(problem, lambda plan: _forward(engine, problem, plan))
+    return engine.run_in_graphs(problem, lambda plan: forward_of(engine, problem, plan or plan_of(engine, problem, args[4])))
 
 
-def _forward(engine: Engine, problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    with without_autocast(problem.device):
-        out, lse, max_score = engine.forward(problem, plan)
-    return as_laid_out(out, problem), lse, max_score
+def forward_of(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    """The forward of an engine, laid out as the operator's is."""
+    replayed = plan.replay(problem.query, problem.key, problem.value, problem.mask_sources)
+    if replayed is not None:
+        return replayed
+    if torch.is_autocast_enabled(problem.device.type):
+        with without_autocast(problem.device):
+            output = engine.forward(problem, plan)
+    else:
+        output = engine.forward(problem, plan)
+    out = as_laid_out(output.out, problem)
+    return output if out is output.out else Output(out, output.lse, output.max_score)
 
 
 def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
@@ -211,12 +220,12 @@ def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
 
 def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     engine, problem = unpacked(*args[:6])
-    return _backward(engine, problem, engine.plan(problem), *args[6:])
+    return _backward(engine, problem, plan_of(engine, problem, args[4]), *args[6:])
 
 
 def backward_in_graphs(*args: Any) -> Any:
     engine, problem = unpacked(*args[:6])
-    return engine.run_in_graphs(problem, lambda plan: _backward(engine, problem, plan, *args[6:]))
+    return engine.run_in_graphs(problem, lambda plan: _backward(engine, problem, plan or plan_of(engine, problem, args[4]), *args[6:]))
 
 
 def _backward(

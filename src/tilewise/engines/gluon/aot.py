@@ -23,11 +23,11 @@ def forward_launches(p: Problem) -> list[Candidates]:
 
 
 def backward_launches(p: Problem) -> list[Candidates]:
-    (out, lse, _), work = _output(p), launches.Workspace(p)
-    grads = (work.dq, work.dk, work.dv)
+    (out, lse, _), workspace = _output(p), launches.Workspace(p)
+    work, grads = workspace.tensors(workspace.allocate(p.device)), (torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value))
     return [
         lambda: [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, lse, out, None, work.delta, work))],
-        lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, work.dk, work.dv, work))],
+        lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, grads[1], grads[2], work))],
         lambda: [launches.bwd_postprocess_launch(p, launches.bwd_postprocess_tensors(p, lse, out, work.delta, grads, work))],
         *_mask_bits(p, key_axis(backward_config(p))),
     ]

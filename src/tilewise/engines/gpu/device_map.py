@@ -18,7 +18,7 @@ from tilewise.core.problem import Problem
 from tilewise.core.weak_cache import WeakCache
 from tilewise.engines.gpu.driver import capture_id, current_stream
 from tilewise.engines.gpu.kernel_args import BaseConstants, BaseGeometry, OrderConstants, RowsConstants, RowsGeometry
-from tilewise.engines.gpu.launch import InterpretedLaunch, Launch, PreparedLaunch, prepare
+from tilewise.engines.gpu.launch import KernelLaunch, Launch, PreparedLaunch, prepare
 from tilewise.engines.gpu.limits import interpreted
 from tilewise.engines.gpu.mods import extents_of, mask_of, mod_arguments
 
@@ -121,7 +121,9 @@ class DeviceMap:
         rows, room = heads * geometry.n_rows, heads * geometry.n_rows * (2 * geometry.n_half + 1)
         tables = Tables(*self.empty((8 * rows + 2 * room,)).split([rows, rows, rows, 4 * rows, room, room, rows]))
         key = (heads, tile, geometry, self.device)
-        kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device).launch([self._states, *tables])
+        kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device).launch(
+            [self._states, *tables]
+        )
         kept_launch(("order_rows", *key), lambda: order_launch(rows, geometry, tables), self.device).launch([*tables])
         return tables
 
@@ -196,7 +198,7 @@ maps.on_clear.append(device_maps.clear)
 _launches: dict[Any, PreparedLaunch] = {}
 
 
-def kept_launch(key: Hashable, make: Callable[[], Launch], device: torch.device) -> PreparedLaunch | InterpretedLaunch:
+def kept_launch(key: Hashable, make: Callable[[], Launch], device: torch.device) -> KernelLaunch:
     """The prepared launch of this key, which has to name everything in it but the addresses of its own tensors."""
     found = _launches.get(key)
     if found is not None:

@@ -41,10 +41,10 @@ class GpuEngine(Engine):
 
         return problem.device.type == "cuda" and graph_memory.is_capturable(problem)
 
-    def run_in_graphs(self, problem: Problem, call: Callable[[Plan], Any]) -> Any:
+    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
         from tilewise.engines.gpu import graph_memory
 
-        return graph_memory.run(self, problem, call)
+        return graph_memory.run(problem, call)
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         with on_first_build(lambda: self.background_builds().forward(problem)):

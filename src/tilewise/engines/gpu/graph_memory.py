@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.base import Engine
 from tilewise.engines.gpu.device_map import device_maps, is_made_on_device
 from tilewise.engines.gpu.driver import current_stream, is_capturing
 from tilewise.engines.gpu.launch import schedules_of_the_graph
@@ -40,15 +39,15 @@ def is_capturable(p: Problem) -> bool:
     return all([type(size) is int for size in (*p.query.shape, *p.key.shape)]) and is_made_on_device(p)
 
 
-def run(engine: Engine, p: Problem, call: Callable[[Plan], Result]) -> Result:
-    """A call of the operator that inductor may put into its graphs."""
+def run(p: Problem, call: Callable[[Plan | None], Result]) -> Result:
+    """A call of the operator that inductor may put into its graphs: with a plan of its own, or None for any that is kept."""
     device = torch.cuda.current_device() if p.device.index is None else p.device.index
     stream = current_stream(device)
     if is_capturing(stream):
-        return _within_capture(p, lambda: call(GpuPlan(p)))  # a plan of its own: what it binds is the graph's
+        return _within_capture(p, lambda: call(GpuPlan(p)))  # what it binds is the graph's
     if is_warming_up(device, stream):
-        return _copied(in_ordinary_memory(lambda: call(engine.plan(p)), device))
-    return call(engine.plan(p))
+        return _copied(in_ordinary_memory(lambda: call(None), device))
+    return call(None)
 
 
 def is_warming_up(device: int, stream: int) -> bool:

@@ -12,7 +12,7 @@ from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, m
 from tilewise.engines.gpu.bwd_chunks import padded_rows
 from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
 from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
-from tilewise.engines.gpu.launch import Launch
+from tilewise.engines.gpu.launch import Launch, Source, mask_captures, score_captures
 from tilewise.engines.gpu.mods import dscore_of, gauge_of, mask_of, scales, scatter_of, score_of
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.engines.triton.kernel_args import (
@@ -48,6 +48,14 @@ def kernels() -> Mapping[str, Any]:
     return KERNELS
 
 
+def query_tiles(config: Config) -> Source:
+    return lambda p: query_schedule(p, (config.m, config.n)).tensors
+
+
+def key_tiles(config: Config) -> Source:
+    return lambda p: key_schedule(p, (config.m, config.n)).tensors
+
+
 def fwd_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> FwdTensors:
     return FwdTensors(p.query, p.key, p.value, out, lse, max_score, p.sinks, seed)
 
@@ -73,6 +81,7 @@ def fwd_launch(p: Problem, tensors: FwdTensors, config: Config) -> Launch:
         config.warps,
         config.stages,
         fuses(p),
+        (query_tiles(config), mask_captures, score_captures),
     )
 
 
@@ -101,6 +110,7 @@ def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, co
         config.warps,
         config.stages,
         fuses(p),
+        (mask_captures, score_captures),
     )
 
 
@@ -179,6 +189,7 @@ def bwd_launch(p: Problem, tensors: BwdTensors, wanted: frozenset[int], dkdv: Co
         dkdv.warps,
         dkdv.stages,
         fuses(p),
+        (key_tiles(dkdv), query_tiles(dq), mask_captures, score_captures),
     )
 
 
@@ -227,6 +238,7 @@ def dq_postprocess_launch(p: Problem, tensors: DqPostprocessTensors, config: Con
         4,
         1,
         fuses(p),
+        (query_tiles(config), mask_captures, score_captures),
     )
 
 

@@ -18,7 +18,8 @@ from tilewise.engines.gpu.device_map import is_made_on_device
 from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.gpu.limits import MAX_TILE_SPAN, sm_count, tile_span
 from tilewise.engines.gpu.mods import gain_of
-from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
+from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_key
+from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.triton import fixed_point, launches
 from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SHIFT_TERMS, SPARSE, table_config
@@ -32,15 +33,15 @@ PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT = 2, 2, 4
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
         return attend_nothing(p)
-    ready = plan.prepared(FORWARD, p, lambda: _prepared_forward(p))
+    ready = plan.prepared(FORWARD, p, "triton", lambda: _prepared_forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 
 
-def _prepared_forward(p: Problem) -> ForwardPass:
+def _prepared_forward(p: Problem) -> "Forward | Decode":
     return Decode(p) if is_decoding(p) else Forward(p)
 
 
-class Forward:
+class Forward(Pass):
     """One launch: online softmax over the key tiles of every query tile."""
 
     def __init__(self, p: Problem) -> None:
@@ -55,7 +56,7 @@ class Forward:
         return output
 
 
-class Decode:
+class Decode(Pass):
     """Two launches: the keys are split among programs, and the splits of every row combined."""
 
     def __init__(self, p: Problem) -> None:
@@ -87,7 +88,7 @@ def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_l
         p, plan = p.replaced(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
     if tile_span(grad_out) >= MAX_TILE_SPAN:
         grad_out = grad_out.contiguous()
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
+    dq, dk, dv = torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value)
     delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     captured: dict[int, Tensor] = {}
     if p.query.numel() and p.key.numel():
@@ -119,7 +120,7 @@ class BackwardTensors(NamedTuple):
 def run_backward(p: Problem, plan: GpuPlan, wanted: frozenset[int], t: BackwardTensors) -> dict[int, Tensor]:
     """One chunk: dQ, dK, dV and delta into their tensors; the gradients of the wanted captures by slot."""
     name = ("backward", backward_key(p, t.out, t.lse, t.grad_out, t.dlse), wanted)
-    return plan.prepared(name, p, lambda: _prepared_backward(p, wanted, t)).run(p, t)
+    return plan.prepared(name, p, "triton", lambda: _prepared_backward(p, wanted, t)).run(p, t)
 
 
 def _prepared_backward(p: Problem, wanted: frozenset[int], t: BackwardTensors) -> "BackwardPass":
@@ -136,7 +137,7 @@ def adds_dq_atomically(p: Problem, wanted: frozenset[int]) -> bool:
     return p.dtype != torch.float32 and max(p.head_dim, p.v_dim) <= MAX_ATOMIC_DQ_DIM and not p.deterministic and not wanted
 
 
-class BackwardPass(ABC):
+class BackwardPass(Pass, ABC):
     """delta (`bwd_preprocess`), then the gradients, which are made in one of four ways."""
 
     def __init__(self, p: Problem, wanted: frozenset[int], t: BackwardTensors) -> None:
@@ -145,7 +146,7 @@ class BackwardPass(ABC):
         tensors = launches.bwd_preprocess_tensors(t.out, t.grad_out, t.lse, t.dlse, t.delta, shift)
         self._preprocess = prepare(launches.bwd_preprocess_launch(p, tensors), p.device)
         if tuning.is_on():  # trials of the kernels that follow should see numbers
-            self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, t.delta, shift])
+            self._preprocess.bind(p).launch([t.out, t.grad_out, t.lse, t.dlse, t.delta, shift])
         self._prepare(p, launches.bwd_tensors(p, t.grad_out, t.lse, t.delta, shift, (t.dq, t.dk, t.dv), seed_of(p)))
 
     @abstractmethod

@@ -1,0 +1,82 @@
+"""What is prepared once for all problems of one structure: kernels looked up, tile sizes fitted, everything packed but addresses.
+
+The plan's structure layer for passes. A training step with new documents, a new mask object or another batch of the same sizes finds its passes here.
+"""
+
+import copy
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewise.core.map_cache import exact
+from tilewise.core.problem import Problem
+from tilewise.core.tf32 import allows_tf32
+from tilewise.engines.gpu import tuning
+from tilewise.engines.gpu.launch import InterpretedLaunch, PreparedLaunch
+from tilewise.lang import BoundProgram
+
+MAX_STRUCTURES = 512
+AnyPass = TypeVar("AnyPass", bound="Pass")
+
+
+class Pass:
+    """The launches of a forward or a backward: prepared for a structure by __init__, ready to run for problems of that structure once they are bound."""
+
+    def bind(self: AnyPass, p: Problem) -> AnyPass:
+        """The same pass with the captures of this problem, and the tile schedule that follows from their contents."""
+        bound = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (PreparedLaunch, InterpretedLaunch)):
+                setattr(bound, name, value.bind(p))
+        return bound
+
+
+_prepared: dict[Hashable, Pass] = {}
+
+
+def prepared(name: Hashable, p: Problem, make: Callable[[], AnyPass]) -> AnyPass:
+    """The pass of this name for problems like this one, prepared now or earlier, and not bound."""
+    key = (name, structure_key(p), tuning.state())
+    found: Any = _prepared.pop(key, None)
+    if found is None:
+        found = make()
+        while len(_prepared) >= MAX_STRUCTURES:
+            _prepared.pop(next(iter(_prepared)), None)
+    _prepared[key] = found  # the last to be dropped
+    made: AnyPass = found
+    return made
+
+
+def structure_key(p: Problem) -> tuple[Any, ...]:
+    """What prepared launches depend on: everything about a problem but addresses, and what its tensors contain.
+
+    Kernels depend on dtypes, alignment, constants; packed numbers on shapes, strides, the programs' numbers, scale and dropout; schedules' sizes and strides on
+    shapes, on what the mask looks at, and on the geometry of given tiles. The tensors of a backward are part of its name (plan.backward_key).
+    """
+    tiles = p.tiles
+    return (
+        p.device,
+        p.dtype,
+        p.dtype == torch.float32 and allows_tf32(),
+        *[(t.shape, t.stride(), t.data_ptr() & 15) for t in (p.query, p.key, p.value)],
+        _program_key(p.mask),
+        _program_key(p.score),
+        None if tiles is None else (tiles.geometry, tiles.given),
+        _vector_key(p.sinks),
+        _vector_key(p.seed),
+        *exact((p.scale, p.dropout_p)),
+        p.deterministic,
+        p.grid,
+    )
+
+
+def _program_key(bound: BoundProgram | None) -> tuple[Any, ...] | None:
+    if bound is None:
+        return None
+    return bound.program.text, bound.ints, exact(bound.floats), tuple([(t.dtype, t.shape, t.stride()) for t in bound.captures])
+
+
+def _vector_key(t: Tensor | None) -> tuple[Any, ...] | None:
+    return None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() & 15)
