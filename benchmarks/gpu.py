@@ -1,7 +1,7 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, the same in single precision, grouped heads, programmed masks and
 scores, decoding, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [host] [maps] [memory] [cold]
+    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [splits] [host] [maps] [memory] [cold]
                              [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER] [--fa4 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
@@ -289,24 +289,72 @@ def allowed_pairs(mask: Any, length: int) -> int:
     return total
 
 
+DECODED = [(heads, batch, length) for heads in (16, 32) for batch in (1, 8, 64) for length in (2048, 8192, 32768)]  # query heads on 8 key heads, D128
+
+
 def decode(args: argparse.Namespace) -> list[list[str]]:
-    table = [["decode, 32 query heads on 8, D128 (TB/s of keys and values read)", "tilewise", "SDPA", "tilewise / SDPA"]]
-    for batch, length in ((1, 32768), (16, 8192), (64, 4096)):
-        sets = [tuple(t.detach() for t in tensors(batch, 32, 1, 128, 8, length)) for _ in range(max(1, 2**28 // (batch * 8 * length * 128 * 4)))]
+    """One token: all keys attended; an eighth of them padding, on the left; the first half of a buffer written. SDPA gets a mask tensor for the last two."""
+    kinds = ["tilewise", "flash", "ratio", "tilewise, padded", "SDPA", "ratio", "tilewise, static", "SDPA", "ratio"]
+    table = [["decode on 8 key heads, D128 (TB/s of keys and values attended)", *kinds]]
+    for heads, batch, length in [(32, 1, 32768), (32, 8, 8192), (32, 64, 2048)] if args.quick else DECODED:
+        sets, turns = _caches(heads, batch, length)
+        visible = torch.ones(batch, length, dtype=torch.bool, device="cuda")
+        visible[:, : length // 8] = False
+        position = torch.tensor(length // 2 - 1, device="cuda")
+        written = (torch.arange(length, device="cuda") <= position)[None, None, None]
+
+        def times(forward: Callable[..., Tensor], sets: Any = sets, turns: Any = turns) -> float:
+            return statistics.median(graphed(lambda: forward(*sets[next(turns) % len(sets)])) for _ in range(TURNS))
+
+        def mine(mask: Any) -> Callable[..., Tensor]:
+            return partial(tilewise.attention, mask=mask, enable_gqa=True, backend="flex")
+
+        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        def theirs(mask: Tensor) -> Callable[..., Tensor]:
+            return partial(functional.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+
         bytes_read = 2 * batch * 8 * length * 128 * 2
-        turn = iter(range(10**9))
-
-        def split(sets: Any = sets, turn: Any = turn) -> Tensor:
-            q, k, v = sets[next(turn) % len(sets)]
-            return tilewise.attention(q, k, v, enable_gqa=True, backend="flex")
-
-        def theirs(sets: Any = sets, turn: Any = turn) -> Tensor:
-            q, k, v = sets[next(turn) % len(sets)]
-            return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-        rates = [bytes_read / statistics.median(graphed(f) for _ in range(TURNS)) / 1e9 for f in (split, theirs)]
-        cells = [f"B{batch} KV {length}", f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.2f}"]
+        cells = [f"B{batch} H{heads} KV {length}"]
+        for share, one, other in (
+            (1.0, mine(None), flash),
+            (7 / 8, mine(lambda b, h, q, kv, visible=visible: visible[b, kv]), theirs(visible[:, None, None])),
+            (1 / 2, mine(lambda b, h, q, kv, position=position: q + position >= kv), theirs(written)),
+        ):
+            rates = [share * bytes_read / times(f) / 1e9 for f in (one, other)]
+            cells += [f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.2f}"]
         print("  ".join(f"{c:>14s}" for c in cells), flush=True)
+        table.append(cells)
+    return table
+
+
+def _caches(heads: int, batch: int, length: int) -> tuple[list[tuple[Tensor, ...]], Any]:
+    """Queries, keys and values, several times where they would fit a cache of the GPU, and a counter."""
+    count = max(1, 2**28 // (batch * 8 * length * 128 * 4))
+    return [tuple(t.detach() for t in tensors(batch, heads, 1, 128, 8, length)) for _ in range(count)], iter(range(10**9))
+
+
+def splits(args: argparse.Namespace) -> list[list[str]]:
+    """How long decoding takes by the number of splits of the keys, beside the number that is chosen: what triton/run.best_split_count goes by."""
+    from tilewise.engines.triton import run
+
+    tried = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
+    table = [["decode on 8 key heads, D128 (us by splits)", "chosen", *map(str, tried)]]
+    for _, batch, length in [d for d in DECODED if d[0] == 32]:
+        sets, turns = _caches(32, batch, length)
+        p = make_problem(*sets[0], None, None, Options(enable_gqa=True))[0]
+        cells = [f"B{batch} KV {length}", str(run.split_count(p))]
+        for count in [n for n in tried if 64 * n <= length]:
+            ready = run.DecodeWhole(p) if count == 1 else run.Decode(p, count)
+
+            def call(ready: Any = ready, sets: Any = sets, turns: Any = turns) -> Any:
+                return ready.run(*sets[next(turns) % len(sets)], None, None)
+
+            cells.append(f"{1000 * statistics.median(graphed(call) for _ in range(TURNS)):.1f}")
+        cells += [""] * (len(table[0]) - len(cells))
+        print("  ".join(f"{c:>10s}" for c in cells), flush=True)
         table.append(cells)
     return table
 
@@ -500,7 +548,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["dense", "single", "grouped", "masks", "decode", "host", "maps", "memory", "cold"]
+    names = ["dense", "single", "grouped", "masks", "decode", "splits", "host", "maps", "memory", "cold"]
     parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     own = ["gluon", "triton"] if hopper else ["triton"]
@@ -523,6 +571,7 @@ def main() -> None:
         "grouped": grouped,
         "masks": programmed,
         "decode": decode,
+        "splits": splits,
         "host": host,
         "maps": maps,
         "memory": memory,

@@ -97,6 +97,8 @@ def _mask(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Any:
     if not isinstance(mask, Tensor):
         return mask
     check_dense(mask, "attn_mask")
+    if mask.dim() == query.dim() == 4:  # the same object in every layer
+        return mask
     whole = mask.reshape((1,) * (max(4, query.dim()) - mask.dim()) + mask.shape)
     if whole.dim() == 4:
         return whole

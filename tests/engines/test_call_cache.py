@@ -486,3 +486,37 @@ def test_a_known_call_is_told_to_whoever_watches_or_logs(caplog: pytest.LogCaptu
             tw.attention(*x, backend=backend)
     assert [s.engine for s in seen] == ["native", "blocked"]
     assert [r.getMessage().split()[1] for r in caplog.records] == ["native", "blocked"]
+
+
+def test_every_layers_sinks_make_the_same_call_and_are_their_own() -> None:
+    from tilewise.core.problem import Options
+    from tilewise.frontend.call_key import key_of
+
+    x, one, other = torch.randn(1, 2, 24, 8), torch.tensor([0.0, 1.0]), torch.tensor([3.0, -2.0])
+
+    def known(score: Any) -> Any:
+        found = key_of(x, x, x, None, score, Options(), "cpp", False)
+        assert found is not None
+        return found.key
+
+    assert known([scores.sinks(one)]) == known([scores.sinks(other)])
+    assert known([scores.sinks(one)]) != known([scores.sinks(other.double())]) != known([scores.sinks(torch.zeros(4)[::2])])
+    assert known([scores.sinks(one)]) != known([scores.sinks(other.clone().requires_grad_())])
+    assert known([scores.sinks(one)]) != known([scores.sinks(torch.zeros(3)[1:])])  # otherwise aligned
+    for sinks in (one, other, one):
+        found = tw.attention(x, x, x, score=scores.sinks(sinks), backend="cpp")
+        torch.testing.assert_close(found, tw.attention(x, x, x, score=scores.sinks(sinks), backend="math"), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_is_both_a_bias_and_sinks() -> None:
+    """Its two places may belong to two tensors in the next call."""
+    x, both, other = torch.randn(1, 2, 24, 8), torch.tensor([0.0, 1.0]), torch.tensor([3.0, -2.0])
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + both[h] * kv
+
+    for sinks in (both, other, both):
+        for order in (1, -1):
+            changes = [biased, scores.sinks(sinks)][::order]
+            found = tw.attention(x, x, x, score=changes, backend="cpp")
+            torch.testing.assert_close(found, tw.attention(x, x, x, score=changes, backend="math"), rtol=1e-5, atol=1e-5)

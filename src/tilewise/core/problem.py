@@ -14,7 +14,7 @@ from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, broadcast_load, causal
 from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named
-from tilewise.scores import ScoreFunction, Sinks, as_scores
+from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
 from tilewise.sizes import equal
 from tilewise.tiles import Extent, TileMap, read_mask
@@ -185,7 +185,7 @@ def make_problem(
     sinks = [s.logits for s in scores if isinstance(s, Sinks)]
     functions = tuple([s for s in scores if not isinstance(s, Sinks)])
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
-    program = trace_score(functions, inner, query.device) if functions else None
+    program = _traced_scores(functions, inner, query.device)
     problem = Problem(
         query=query,
         key=key,
@@ -328,6 +328,12 @@ def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, na
         return trace_mask(lambda b, h, q, kv: mask(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
     allowed = broadcast_load(call.captures[0])
     return trace_mask(lambda b, h, q, kv: allowed(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
+
+
+def _traced_scores(functions: tuple[ScoreFunction, ...], dtype: torch.dtype, device: torch.device) -> BoundProgram | None:
+    if len(functions) == 1 and type(functions[0]) is Score:
+        return functions[0].traced(dtype, device)
+    return trace_score(functions, dtype, device) if functions else None
 
 
 def _in_memory(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:

@@ -13,7 +13,7 @@ from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
-from tilewise.engines.torch_op import arguments, as_laid_out, without_autocast
+from tilewise.engines.torch_op import arguments, forward_of, without_autocast
 from tilewise.engines.transforms import are_active, differentiated, is_batched
 from tilewise.memory import resolved
 
@@ -25,20 +25,7 @@ def run_eager(engine: Engine, problem: Problem, plan: Plan) -> Output:
     differentiable = (problem.query, problem.key, problem.value, problem.sinks, *captures)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in differentiable]):
         return Output(*_Attention.apply(engine, problem, plan, *differentiable))
-    return _forward(engine, problem, plan)
-
-
-def _forward(engine: Engine, problem: Problem, plan: Plan) -> Output:
-    replayed = plan.replay(problem.query, problem.key, problem.value, problem.mask_sources)
-    if replayed is not None:
-        return replayed
-    if torch.is_autocast_enabled(problem.device.type):
-        with without_autocast(problem.device):
-            output = engine.forward(problem, plan)
-    else:
-        output = engine.forward(problem, plan)
-    out = as_laid_out(output.out, problem)
-    return output if out is output.out else Output(out, output.lse, output.max_score)
+    return forward_of(engine, problem, plan)
 
 
 class _Attention(torch.autograd.Function):
@@ -46,7 +33,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, problem: Problem, plan: Plan, *differentiable: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        output = _forward(engine, problem, plan)
+        output = forward_of(engine, problem, plan)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output.max_score)
         mask, score = problem.mask, problem.score

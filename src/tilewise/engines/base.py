@@ -1,8 +1,8 @@
 """What an engine is: it refuses with a reason, or computes the forward and the backward of a problem."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,14 @@ class Engine(ABC):
     def plan(self, problem: Problem) -> Plan:
         """What it keeps for calls like this one."""
         return Plan()
+
+    def is_capturable(self, problem: Problem) -> bool:
+        """Whether inductor may capture a call like this one in its CUDA graphs, whose replays then follow what tensors contain; then `run_in_graphs` is how."""
+        return False
+
+    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
+        """A call of the operator that inductor may put into its CUDA graphs: with a plan of its own, or None for any that is kept."""
+        return call(None)
 
     @abstractmethod
     def forward(self, problem: Problem, plan: Plan) -> Output: ...

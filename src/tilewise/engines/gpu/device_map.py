@@ -170,6 +170,10 @@ class DeviceMapCache:
             latest = self._captured = (capture, WeakCache(MAX_MAPS) if capture else self._kept)
         return latest[1]
 
+    def forget_capture(self) -> None:
+        """Let go of the maps of a capture, whose memory is the graph's."""
+        self._captured = (0, self._kept)
+
     def _make(self, p: Problem) -> DeviceMap:
         self.made += 1
         return DeviceMap(p)

@@ -9,7 +9,9 @@ can be loaded 16 bytes at a time, and the constants (see kernel_cache).
 """
 
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -106,7 +108,8 @@ class BoundLaunch:
         """A tile schedule may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it.
         One that is captured in a graph stays: nobody tells when the graph goes."""
         if is_capturing(stream):
-            _captured.append(self._kept)
+            if not getattr(_graph, "owns_schedules", False):
+                _captured.append(self._kept)
             return
         for t in self._kept:
             t.record_stream(torch.cuda.current_stream(self.device))
@@ -114,6 +117,17 @@ class BoundLaunch:
 
 
 _captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
+_graph = threading.local()
+
+
+@contextmanager
+def schedules_of_the_graph() -> Iterator[None]:
+    """Schedules of what this thread captures are made within the graph, which fills their memory again before it reads it: they need not be kept."""
+    _graph.owns_schedules = True
+    try:
+        yield
+    finally:
+        _graph.owns_schedules = False
 
 
 class PreparedLaunch:

@@ -28,7 +28,7 @@ class Pass:
     def bind(self: AnyPass, p: Problem) -> AnyPass:
         """The same pass with the captures of this problem, and the tile schedule that follows from their contents."""
         bound = copy.copy(self)
-        for_stream = is_made_on_device(p)  # plan.contents_now
+        for_stream = is_made_on_device(p)  # GpuPlan._contents
         for name, value in vars(self).items():
             if isinstance(value, (PreparedLaunch, InterpretedLaunch)):
                 setattr(bound, name, value.bind(p, for_stream))

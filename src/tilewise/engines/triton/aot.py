@@ -21,11 +21,12 @@ def forward_launches(p: Problem) -> list[Candidates]:
     """What a forward of this problem launches."""
     out, rows, seed = like_query(p.query, p.v_dim), _rows(p), seed_of(p)
     if is_decoding(p):
-        splits, partial = run.split_count(p), (rows, rows, rows)
-        split = launches.decode_split_tensors(p, partial, seed)
-        return [
-            step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, split, splits, *c)),
-            lambda: [launches.decode_combine_launch(p, launches.decode_combine_tensors(p, partial, out, rows, rows), splits)],
+        partial = (rows, rows, rows)
+        split, whole = launches.decode_split_tensors(p, partial, seed), launches.decode_whole_tensors(p, out, rows, rows, seed)
+        return [  # with fewer or more keys it may be the other way
+            step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, split, 2, *c)),
+            lambda: [launches.decode_combine_launch(p, launches.decode_combine_tensors(p, partial, out, rows, rows), 2)],
+            step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, whole, 1, *c)),
         ]
     tensors = launches.fwd_tensors(p, out, rows, rows, seed)
     forwards = [step_down(table_configs((role,), p), lambda c: launches.fwd_launch(p, tensors, *c)) for role in run.fwd_roles(p)]
