@@ -237,7 +237,7 @@ def test_a_capture_has_maps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(equal(ids, ids), 1, 1, 40, 40, "cpu")
     outside = device_maps.get(p)
     under_way = 0
-    monkeypatch.setattr(device_map, "capture_id", lambda device: under_way)
+    monkeypatch.setattr(device_map, "capture_id", lambda stream: under_way)
     under_way = 7
     first = device_maps.get(p)
     assert first is not outside and device_maps.get(p) is first
@@ -248,16 +248,17 @@ def test_a_capture_has_maps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_maps.get(p) is outside
 
 
+@pytest.mark.parametrize("where", ["capture_id", "stream_of"])
 @pytest.mark.parametrize("kind", ["documents", "causal", "given tiles"])
-def test_a_pass_is_prepared_again_in_a_capture_if_its_schedule_is_made_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others cannot be: their maps wait for the device."""
+def test_a_pass_is_prepared_again_elsewhere_if_its_schedule_is_made_on_the_device(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a capture, or on another stream. Others are ready everywhere, and cannot be made in a capture."""
     ids = documents(40, 0)
     bare = replace(tw.tile_map(equal(ids, ids), q_len=40, kv_len=40, tile=(16, 16)), given=True)
     mask = {"documents": equal(ids, ids), "causal": masks.causal, "given tiles": bare}[kind]
     p = problem(mask, 1, 1, 40, 40, "cpu")
     made = GpuPlan(p)
     under_way = 0
-    monkeypatch.setattr(plan, "capture_id", lambda device: under_way)
+    monkeypatch.setattr(plan, where, lambda _: under_way)
     outside = made.prepared("forward", p, object)
     assert made.prepared("forward", p, object) is outside
     under_way = 7

@@ -16,7 +16,7 @@ from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_key, exact, maps
 from tilewise.core.problem import Problem
 from tilewise.core.weak_cache import WeakCache
-from tilewise.engines.gpu.driver import capture_id, current_stream
+from tilewise.engines.gpu.driver import capture_id, stream_of
 from tilewise.engines.gpu.kernel_args import BaseConstants, BaseGeometry, OrderConstants, RowsConstants, RowsGeometry
 from tilewise.engines.gpu.launch import InterpretedLaunch, Launch, PreparedLaunch, prepare
 from tilewise.engines.gpu.limits import interpreted
@@ -81,14 +81,11 @@ class DeviceMap:
         self._derived: dict[Hashable, Any] = {}
         self._tensors: list[Tensor] = []
         self._lock = new_lock()
-        self._stream = self._current_stream()
+        self._stream = stream_of(p.device)
         self._states = self.empty((self.batch * self.heads, -(-p.q_len // SIZE), -(-p.kv_len // SIZE)), torch.int8)
         kept_launch(("base_states", mask_structure(p)), lambda: base_launch(p, self._states), p.device).launch([self._states, *captures_of(p)])
         self._made = torch.cuda.Event() if p.device.type == "cuda" else None
         self._record()
-
-    def _current_stream(self) -> int:
-        return 0 if self.device.index is None else current_stream(self.device.index)
 
     def _record(self) -> None:
         if self._made is not None:
@@ -104,7 +101,7 @@ class DeviceMap:
     def remember(self, name: Hashable, make: Callable[[], Value]) -> Value:
         """What is made from this map, now or earlier, ready for the current stream."""
         with self._lock:
-            stream = self._current_stream()
+            stream = stream_of(self.device)
             if stream != self._stream:
                 self._wait()
             found: Value | None = self._derived.get(name)
@@ -161,7 +158,7 @@ class DeviceMapCache:
         contents = contents_key(p.mask.captures)
         if contents is None:
             return self._make(p)
-        cache = self._cache_of(capture_id(p.device))
+        cache = self._cache_of(capture_id(stream_of(p.device)))
         key = (p.mask.program.text, p.mask.ints, exact(p.mask.floats), tuple([id(t) for t in p.mask.captures]), _copies(p), p.q_len, p.kv_len, p.device)
         found = cache.find(key, p.mask.captures)
         if found is not None and found[0] == contents:

@@ -13,7 +13,7 @@ from tilewise.core.problem import Problem
 from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.decoding import is_decoding
 from tilewise.engines.gpu.device_map import is_made_on_device
-from tilewise.engines.gpu.driver import capture_id
+from tilewise.engines.gpu.driver import capture_id, stream_of
 
 
 class ForwardPass(Protocol):
@@ -40,7 +40,7 @@ class GpuPlan(Plan):
     """Passes by what their launches depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
     A pass is prepared again when the contents of a tensor that the mask loads from, or of a given tile map, have changed, because its launches hold the
-    addresses of a tile schedule made from them, and when tuning may have found a better configuration. Nothing else can change under an equal call key, which
+    addresses of a tile schedule made from them (see also `_contents`), and when tuning may have found a better configuration. Nothing else can change under an equal call key, which
     covers the addresses of all captures too.
     """
 
@@ -62,9 +62,13 @@ class GpuPlan(Plan):
         return made
 
     def _contents(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
-        """`contents_key`, and the capture of a CUDA graph that is under way where schedules are made within it (device_map.py): they are of no use outside."""
+        """`contents_key`. Where schedules are made on the device (device_map.py), a pass is prepared again on another stream, which has to wait for them, and
+        in a CUDA graph's capture, which has its own."""
         contents = contents_key(tensors)
-        return contents if contents is None or not self._made_on_device else (*contents, capture_id(tensors[0].device))
+        if contents is None or not self._made_on_device:
+            return contents
+        stream = stream_of(tensors[0].device)
+        return *contents, stream, capture_id(stream)
 
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
         found = self._passes.get(FORWARD)
