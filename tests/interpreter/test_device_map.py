@@ -258,6 +258,7 @@ def test_a_pass_is_prepared_again_elsewhere_if_its_schedule_is_made_on_the_devic
     p = problem(mask, 1, 1, 40, 40, "cpu")
     made = GpuPlan(p)
     under_way = 0
+    monkeypatch.setattr(plan, "capture_id", lambda stream: 0)
     monkeypatch.setattr(plan, where, lambda _: under_way)
     outside = made.prepared("forward", p, object)
     assert made.prepared("forward", p, object) is outside

@@ -40,8 +40,8 @@ class GpuPlan(Plan):
     """Passes by what their launches depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
     A pass is prepared again when the contents of a tensor that the mask loads from, or of a given tile map, have changed, because its launches hold the
-    addresses of a tile schedule made from them (see also `_contents`), and when tuning may have found a better configuration. Nothing else can change under an equal call key, which
-    covers the addresses of all captures too.
+    addresses of a tile schedule made from them (see also `_contents`), and when tuning may have found a better configuration. Nothing else can change under an
+    equal call key, which covers the addresses of all captures too.
     """
 
     def __init__(self, problem: Problem) -> None:
