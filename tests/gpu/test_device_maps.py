@@ -29,8 +29,9 @@ def same(ids: Tensor) -> Any:
 
 
 def close(found: Any, wanted: Any) -> None:
+    """16-bit results of kernels that add in another order: a tile too many or too few differs by more."""
     for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
+        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2 * max(1.0, float(b.abs().max())))
 
 
 def on_cpu(schedule: TileSchedule) -> TileSchedule:

@@ -234,7 +234,15 @@ def _backward(
     with without_autocast(problem.device):
         found = engine.backward(problem, plan, Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
     sinks = found.sinks if found.sinks is not None else problem.query.new_empty((0,))
-    return found.query.contiguous(), found.key.contiguous(), found.value.contiguous(), sinks, [found.captures[k].contiguous() for k in wanted]
+    query, key, value = (_like(g, t) for g, t in ((found.query, problem.query), (found.key, problem.key), (found.value, problem.value)))
+    return query, key, value, sinks, [found.captures[k].contiguous() for k in wanted]
+
+
+def _like(gradient: Tensor, t: Tensor) -> Tensor:
+    """A gradient, laid out as torch.empty_like makes it: as its tensor is, unless that has gaps."""
+    if gradient.stride() == t.stride() or gradient.stride() == torch.empty_like(t, device="meta").stride():
+        return gradient
+    return torch.empty_like(t).copy_(gradient)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,7 +259,7 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor, others: list[Tenso
         return t.new_empty(t.shape)
 
     sinks = fresh(others[first + r.score_captures]) if r.has_sinks else query.new_empty((0,))
-    return fresh(query), fresh(key), fresh(value), sinks, [fresh(others[first + k]) for k in wanted]
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks, [fresh(others[first + k]) for k in wanted]
 
 
 FORWARD = f"({PACKED}) -> (Tensor, Tensor, Tensor)"

@@ -26,7 +26,8 @@ SIZE = 16  # of a base tile: every kernel's tiles consist of whole ones
 FORBIDS, ALLOWS = 1, 2  # bits of a state
 COLUMNS = 512  # keys of the base tiles that a program evaluates: 64 elements a thread
 CHUNK = 128  # tiles of a row, or rows of a head, looked at together
-MAX_ELEMENTS = 2**31  # of a mask: as many mask bits as there may be take 256 MiB
+TILE = 128  # of most kernels
+MAX_ELEMENTS = 2**31  # of a mask, in whole tiles: the mask bits of a pass take 256 MiB
 MAX_MAPS = 64
 MAX_BYTES = 2**30  # of what is kept for maps, all together
 MAX_LAUNCHES = 1024
@@ -37,8 +38,13 @@ def is_made_on_device(p: Problem) -> bool:
     """Whether a problem's tile schedules are made here; on the meta device, whether they would be."""
     if p.mask is None or not p.mask.captures or p.given_tiles is not None:
         return False
+    return mask_elements(p) <= MAX_ELEMENTS and (p.device.type != "cpu" or interpreted())
+
+
+def mask_elements(p: Problem) -> int:
+    """In whole tiles: as many bits is what the mask bits of a pass take."""
     batch, heads = _copies(p)
-    return batch * heads * p.q_len * p.kv_len <= MAX_ELEMENTS and (p.device.type != "cpu" or interpreted())
+    return batch * heads * (-(-p.q_len // TILE) * TILE) * (-(-p.kv_len // TILE) * TILE)
 
 
 def _copies(p: Problem) -> tuple[int, int]:
@@ -75,7 +81,7 @@ class DeviceMap:
         self._derived: dict[Hashable, Any] = {}
         self._tensors: list[Tensor] = []
         self._lock = new_lock()
-        self._stream = stream_of(self.device)
+        self._stream = stream_of(p.device)
         self._states = self.empty((self.batch * self.heads, -(-p.q_len // SIZE), -(-p.kv_len // SIZE)), torch.int8)
         kept_launch(("base_states", mask_structure(p)), lambda: base_launch(p, self._states), p.device).launch([self._states, *captures_of(p)])
         self._made = torch.cuda.Event() if p.device.type == "cuda" else None
@@ -121,7 +127,7 @@ class DeviceMap:
         geometry, heads = rows_geometry(self.q_len, self.kv_len, tile, by_keys), self.batch * self.heads
         rows, room = heads * geometry.n_rows, heads * geometry.n_rows * (2 * geometry.n_half + 1)
         tables = Tables(*self.empty((8 * rows + 2 * room,)).split([rows, rows, rows, 4 * rows, room, room, rows]))
-        key = (heads, tile, geometry, self.device)
+        key = (heads, tile, by_keys, geometry, self.device)
         runs = kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device)
         runs.launch([self._states, *tables])
         kept_launch(("order_rows", *key), lambda: order_launch(rows, geometry, tables), self.device).launch([*tables])
@@ -152,14 +158,14 @@ class DeviceMapCache:
         contents = contents_key(p.mask.captures)
         if contents is None:
             return self._make(p)
-        cache = self._cache_of(capture_id(p.device))
+        cache = self._cache_of(capture_id(stream_of(p.device)))
         key = (p.mask.program.text, p.mask.ints, exact(p.mask.floats), tuple([id(t) for t in p.mask.captures]), _copies(p), p.q_len, p.kv_len, p.device)
         found = cache.find(key, p.mask.captures)
         if found is not None and found[0] == contents:
             return found[1]
         made = self._make(p)
         if found is None and cache is self._kept:
-            self._weigh(made)
+            self._weigh(made.nbytes + mask_elements(p) // 4)  # and the mask bits of both passes
         cache.keep(key, p.mask.captures, (contents, made))
         return made
 
@@ -178,11 +184,12 @@ class DeviceMapCache:
         self.made += 1
         return DeviceMap(p)
 
-    def _weigh(self, made: DeviceMap) -> None:
-        """Schedules and mask bits that will be made from a map are of the same size in every map of a mask: that of its elements, in bits, for each pass."""
-        self._bytes += made.nbytes + made.batch * made.heads * made.q_len * made.kv_len // 4
+    def _weigh(self, size: int) -> None:
+        """What takes the place of another is not counted, because it is as large."""
+        self._bytes += size
         if self._bytes > MAX_BYTES:
             self.clear()
+            self._bytes = size
 
     def clear(self) -> None:
         self._kept.clear()

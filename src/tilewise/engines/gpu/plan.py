@@ -78,8 +78,8 @@ class GpuPlan(Plan):
         contents = contents_key(tensors)
         if not contents or not self._made_on_device:
             return contents
-        device = tensors[0].device
-        return (*contents, stream_of(device), capture_id(device))
+        stream = stream_of(tensors[0].device)
+        return (*contents, stream, capture_id(stream))
 
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
         found = self._passes.get(FORWARD)

@@ -27,6 +27,7 @@ from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMI
 from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS
+from tilewise.lang import Program
 
 PROGRAMS_PER_SM, TILES_PER_SPLIT = 3, 4  # of decoding: what registers and shared memory allow, and tiles at least
 # In the time in which one of that many programs reads a key tile (2.7 us of 64 keys and values of head dim 128 on an H200): what a program takes besides,
@@ -271,13 +272,10 @@ def shift_terms(p: Problem) -> Tensor | None:
 
 
 def fwd_role(p: Problem) -> str:
-    """Which table of configurations a forward takes, by how much of its map is computed. Nobody looks at maps that are made on the device: those of masks
-    that load from tensors by query and by key (documents) are likely to be sparse, those by one of them (padding) are not."""
+    """Which table of configurations a forward takes, by how much of its map is computed."""
     roles = fwd_roles(p)
     if len(roles) == 1 or p.device.type == "meta":
         return roles[0]
-    if is_made_on_device(p):
-        return "sparse_fwd" if loads_by_query_and_key(p) else "fwd"
     small = table_config("sparse_fwd", p)
     tile_map = kernel_map(p, (small.m, small.n))
     assert tile_map is not None
@@ -285,17 +283,19 @@ def fwd_role(p: Problem) -> str:
     return "sparse_fwd" if computed < SPARSE else "fwd"
 
 
-def loads_by_query_and_key(p: Problem) -> bool:
-    assert p.mask is not None
-    program = p.mask.program
+def fwd_roles(p: Problem) -> tuple[str, ...]:
+    """Those that may be taken. Nobody looks at maps that are made on the device: those of masks that load from tensors by query and by key (documents) are
+    likely to be sparse, those by one of them (padding) are not."""
+    if p.mask is None or p.given_tiles is not None or table_config("sparse_fwd", p) == table_config("fwd", p):
+        return ("fwd",)
+    if is_made_on_device(p):
+        return ("sparse_fwd",) if loads_by_query_and_key(p.mask.program) else ("fwd",)
+    return "fwd", "sparse_fwd"
+
+
+def loads_by_query_and_key(program: Program) -> bool:
     loaded_by = [program.dependencies[k] for k, instruction in enumerate(program.instructions) if instruction.op == "load"]
     return {"q", "kv"} <= frozenset().union(*loaded_by)
-
-
-def fwd_roles(p: Problem) -> tuple[str, ...]:
-    """Those that may be taken."""
-    mapped = p.mask is not None and p.given_tiles is None
-    return ("fwd", "sparse_fwd") if mapped and table_config("sparse_fwd", p) != table_config("fwd", p) else ("fwd",)
 
 
 def split_count(p: Problem) -> int:
