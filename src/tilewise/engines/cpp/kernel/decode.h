@@ -32,20 +32,55 @@ template <typename T> INLINE T horizontal_sum(vec<T> v) {
     return sum;
 }
 
-// s[j] = scale * query . keys[j] for up to KEYS keys: one vector of keys at a time, up to four keys per load of the query
-template <typename T, typename E> void dots(const T* query, Rows<E> keys, i64 n, i64 d, T scale, T* s) {
+template <typename E> INLINE void prefetch_row(const E* row, i64 n) {
+    for (i64 at = 0; at < n * (i64)sizeof(E); at += 64) __builtin_prefetch((const char*)row + at, 0, 2);  // into the L2 cache
+}
+
+// Whether dots() reads keys two vectors at a time, the even features and the odd ones: then the query lies in that order, too.
+template <typename E> bool in_pairs(i64 d) { return std::is_same<E, bfloat>::value && d % (2 * WIDTH<float>) == 0; }
+
+template <typename T> void order_in_pairs(T* query, i64 d) {
+    for (T* at = query; at < query + d; at += 2 * WIDTH<T>) {
+        T pairs[2 * WIDTH<T>];
+        __builtin_memcpy(pairs, at, sizeof pairs);
+        for (int l = 0; l < 2 * WIDTH<T>; l++) at[l % 2 * WIDTH<T> + l / 2] = pairs[l];
+    }
+}
+
+// part[i] += query * key[i], lane by lane
+template <int N, typename T, typename E> INLINE void add_products(const T* query, const E* const* key, i64 d, vec<T>* part) {
+    for (i64 x = 0; x < d; x += WIDTH<T>) {
+        const vec<T> q = load(query + x);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) part[i] += q * load_widened(key[i] + x);
+    }
+}
+template <int N> INLINE void add_products(const float* query, const bfloat* const* key, i64 d, vec<float>* part) {
+    if (!in_pairs<bfloat>(d)) return add_products<N, float, bfloat>(query, key, d, part);
+    for (i64 x = 0; x < d; x += 2 * WIDTH<float>) {
+        const vec<float> even = load(query + x), odd = load(query + x + WIDTH<float>);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) {
+            const EvenOdd k = load_even_odd(key[i] + x);
+            part[i] += even * k.even;
+            part[i] += odd * k.odd;
+        }
+    }
+}
+
+// s[j] = scale * query . keys[j] for up to KEYS keys: one vector of keys at a time, up to four keys per load of the query. `next`, unless null: as many rows of
+// the same size, needed after these; memory delivers them meanwhile.
+template <typename T, typename E> void dots(const T* query, Rows<E> keys, Rows<E> next, i64 n, i64 d, T scale, T* s) {
     constexpr int GROUP = WIDTH<T> < 4 ? WIDTH<T> : 4;  // a vector may have as few as two doubles
     for (i64 j = 0; j < n; j += WIDTH<T>) {
         vec<T> sum[WIDTH<T>];
         for (i64 g = 0; g < WIDTH<T>; g += GROUP) {
             const E* key[GROUP];
             for (int i = 0; i < GROUP; i++) key[i] = keys.data + at_most(j + g + i, n - 1) * keys.stride;
+            if (next.data)
+                for (int i = 0; i < GROUP; i++) prefetch_row(next.data + at_most(j + g + i, n - 1) * next.stride, d);
             vec<T> part[GROUP] = {};
-            for (i64 x = 0; x < d; x += WIDTH<T>) {
-                const vec<T> q = load(query + x);
-#pragma GCC unroll 4
-                for (int i = 0; i < GROUP; i++) part[i] += q * load_widened(key[i] + x);
-            }
+            add_products<GROUP>(query, key, d, part);
 #pragma GCC unroll 4
             for (int i = 0; i < GROUP; i++) sum[g + i] = part[i];
         }
@@ -116,19 +151,24 @@ template <typename E> void decode_split(void* context, i64 item) {
     const bool selective = p.mask.by_key || p.score.by_key;
     const bool values_whole = dvp == p.dv && p.value.stride[3] == 1;  // rows are read in place
     const bool keys_whole = dp == p.d && p.key.stride[3] == 1 && (sizeof(E) == sizeof(T) || rows == 1);  // else widened once for several rows
+    if (keys_whole && in_pairs<E>(dp))
+        for (i64 r = 0; r < rows; r++) order_in_pairs(query + r * dp, dp);
+    // Fetching early pays once most comes from memory: 10 to 20 % less time for 16 MiB, 5 % more for 2 MiB (measured with 1 MiB of L2).
+    const bool far = values_whole && p.d == p.dv && p.batch * p.kv_heads * p.n_kv * (p.d + p.dv) * (i64)sizeof(E) > 8 * half_of_l2();
     for (i64 kv0 = split * split_keys; kv0 < end; kv0 += KEYS) {
         const i64 n = at_most(KEYS, end - kv0);
         const bool copied = !values_whole || (selective && !rows_are_finite<E>(p.value, b, hk, kv0, n, p.dv));
         const Rows<T> v = copied ? widened<E>(p.value, b, hk, kv0, n, p.dv, values, dvp) : Rows<T>{};
         const bool has_nonfinite = copied && selective && !all_finite(v, n, p.dv);
+        const Rows<E> next = far ? Rows<E>{row_ptr<E>(p.value, b, hk, kv0), p.value.stride[2]} : Rows<E>{};
         const Rows<T> k = keys_whole ? Rows<T>{} : widened<E>(p.key, b, hk, kv0, n, p.d, keys, dp);
         for (i64 r = 0; r < rows; r++) {
             const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
             T* s = weights + r * KEYS;
             if (keys_whole)
-                dots(query + r * dp, Rows<E>{row_ptr<E>(p.key, b, hk, kv0), p.key.stride[2]}, n, dp, (T)p.scale, s);
+                dots(query + r * dp, {row_ptr<E>(p.key, b, hk, kv0), p.key.stride[2]}, r == 0 ? next : Rows<E>{}, n, dp, (T)p.scale, s);
             else
-                dots(query + r * dp, k, n, dp, (T)p.scale, s);
+                dots(query + r * dp, k, Rows<T>{}, n, dp, (T)p.scale, s);
             if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
             if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
             for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;

@@ -52,6 +52,18 @@ INLINE vec<float> load_widened(const bfloat* p) {
     __builtin_memcpy(&bits, p, sizeof bits);
     return (vec<float>)(__builtin_convertvector(bits, words) << 16);
 }
+
+// Twice as many bfloat16 numbers, those at even and those at odd places: two operations for both, where neighbours in order take four.
+struct EvenOdd {
+    vec<float> even, odd;
+};
+INLINE EvenOdd load_even_odd(const bfloat* p) {
+    typedef u32 words __attribute__((vector_size(VECTOR_BYTES)));
+    words both;
+    __builtin_memcpy(&both, p, sizeof both);
+    return {(vec<float>)(both << 16), (vec<float>)(both & 0xffff0000u)};
+}
+
 INLINE vec<float> load_widened(const half* p) {
     float lane[WIDTH<float>];
     for (int l = 0; l < WIDTH<float>; l++) lane[l] = widen(p[l]);

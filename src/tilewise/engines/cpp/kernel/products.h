@@ -1,16 +1,28 @@
 // Products of small matrices, blocked in registers. (Kernels are compiled with -ffp-contract=fast: a * b + c is an FMA where the machine has one.)
 #pragma once
+#include <type_traits>
 #include "elements.h"
+#include "transpose.h"
 
 // C[i][x] = alpha * sum over k of A[i * a_row + k * a_step] * B[k * b_row + x]  (+ C[i][x] if `add`)
 // for R rows i and X vectors of columns x. B may have a narrower type E.
 template <typename T, int R, int X, typename E>
 __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_k, T alpha, bool add) {
+    constexpr bool in_pairs = std::is_same<E, bfloat>::value && X % 2 == 0;  // two vectors of columns at a time: the even ones, the odd ones
     vec<T> sum[R][X] = {};
     for (i64 k = 0; k < n_k; k++, a += a_step, b += b_row) {
         vec<T> column[X];
+        if constexpr (in_pairs) {
 #pragma GCC unroll 8
-        for (int x = 0; x < X; x++) column[x] = load_widened(b + x * WIDTH<T>);
+            for (int x = 0; x < X; x += 2) {
+                const EvenOdd both = load_even_odd(b + x * WIDTH<T>);
+                column[x] = both.even;
+                column[x + 1] = both.odd;
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int x = 0; x < X; x++) column[x] = load_widened(b + x * WIDTH<T>);
+        }
 #pragma GCC unroll 8
         for (int i = 0; i < R; i++) {
             const vec<T> one = broadcast(a[i * a_row]);
@@ -18,6 +30,15 @@ __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, 
             for (int x = 0; x < X; x++) sum[i][x] += one * column[x];
         }
     }
+    if constexpr (in_pairs)
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+            for (int x = 0; x < X; x += 2) {
+                const vec<T> even = sum[i][x], odd = sum[i][x + 1];
+                sum[i][x] = first_by_turns(even, odd, Lanes{});
+                sum[i][x + 1] = last_by_turns(even, odd, Lanes{});
+            }
     const vec<T> factor = broadcast(alpha);
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)

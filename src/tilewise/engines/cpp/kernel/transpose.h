@@ -20,6 +20,10 @@ template <int S, typename V, int... L> INLINE V low_lanes(V a, V b, std::integer
 template <int S, typename V, int... L> INLINE V high_lanes(V a, V b, std::integer_sequence<int, L...>) { return shuffled<(L & S ? SIDE + L : L + S)...>(a, b); }
 typedef std::make_integer_sequence<int, SIDE> Lanes;
 
+// The lanes of two vectors by turns: the first half, the second half.
+template <typename V, int... L> INLINE V first_by_turns(V a, V b, std::integer_sequence<int, L...>) { return shuffled<(L % 2 * SIDE + L / 2)...>(a, b); }
+template <typename V, int... L> INLINE V last_by_turns(V a, V b, std::integer_sequence<int, L...>) { return shuffled<(L % 2 * SIDE + SIDE / 2 + L / 2)...>(a, b); }
+
 template <int S> INLINE void exchange_rows(words* row) {
 #pragma GCC unroll 16
     for (int i = 0; i < SIDE; i++)
