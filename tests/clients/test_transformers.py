@@ -496,13 +496,19 @@ def test_no_mask_is_materialised() -> None:
 OFFSETS = [(0, 0), (5, 0), (5, 3)]
 
 
+@pytest.mark.parametrize("queries", [6, 1])
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "window", "both ways", "chunked", "packed", "blocks", "or", "and"])
-def test_mask_functions_mean_what_sdpa_is_given(kind: str, as_tensor: bool, offsets: tuple[int, int]) -> None:
+def test_mask_functions_mean_what_sdpa_is_given(kind: str, as_tensor: bool, offsets: tuple[int, int], queries: int) -> None:
+    """Both the function and the program that is taken for its trace; twice, because the second mask is made of what the first left."""
     from transformers import masking_utils as library
 
-    (q_offset, kv_offset), queries, keys = offsets, 6, 9
+    from tilewise.lang import evaluate
+
+    (q_offset, kv_offset), keys = offsets, 9
+    places = {"b": torch.arange(BATCH).view(-1, 1, 1, 1), "h": torch.zeros(1, 1, 1, 1, dtype=torch.long)}
+    places |= {"q": torch.arange(queries).view(1, 1, -1, 1), "kv": torch.arange(keys).view(1, 1, 1, -1)}
     total = keys + kv_offset + 4
     ids = torch.randint(0, 3, (BATCH, total), generator=torch.Generator().manual_seed(1)).sort(-1).values
     function = {
@@ -518,15 +524,17 @@ def test_mask_functions_mean_what_sdpa_is_given(kind: str, as_tensor: bool, offs
     }[kind]
     keep = torch.arange(keys + kv_offset - 1) >= torch.tensor([[0], [2]])  # one shorter than the keys: the last is not written yet
     sizes = {"batch_size": BATCH, "q_length": queries, "kv_length": keys, "kv_offset": kv_offset, "mask_function": function}
-    for padding in (None, keep):
+    for padding in (None, keep, None, keep.flip(-1)):
         expected = library.sdpa_mask(**sizes, q_offset=q_offset, attention_mask=padding, allow_is_causal_skip=False)
         counter = torch.tensor(q_offset)
-        made = client.make_mask(**sizes, q_offset=counter if as_tensor else q_offset, attention_mask=padding)
+        with torch.no_grad():
+            made = client.make_mask(**sizes, q_offset=counter if as_tensor else q_offset, attention_mask=padding, device=torch.device("cpu"))
         counter += 100  # as a static cache does
-        allowed = torch.ones(BATCH, 1, queries, keys, dtype=torch.bool)
-        if made.mask is not None:
-            allowed = tw.flex.create_mask(made.mask.function, BATCH, 1, queries, keys, device="cpu")
-        assert torch.equal(allowed, expected)
+        if made.mask is None:
+            assert expected.all()
+            continue
+        assert torch.equal(tw.flex.create_mask(made.mask.function, BATCH, 1, queries, keys, device="cpu"), expected)
+        assert torch.equal(torch.as_tensor(evaluate(made.mask.traced(), places)).expand_as(expected), expected)
 
 
 # -- what an attention call may be given ---------------------------------------------------------------------------------
