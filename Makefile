@@ -1,6 +1,6 @@
 PYTHON     ?= python3
 ARGS       ?=
-BENCHMARKS ?= benchmarks/tile_maps.py benchmarks/anywhere.py benchmarks/cpu.py
+BENCHMARKS ?= benchmarks/tile_maps.py benchmarks/anywhere.py benchmarks/cpu.py benchmarks/models.py
 
 BIN   := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)

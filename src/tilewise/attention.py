@@ -109,7 +109,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
     request = Request(name, source, needs_lse, options.seed is not None)
     with unrecorded():
         problem, mask_name = make_problem(query, key, value, mask, score, options)
-        cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
+        engine, choice = must_choose(problem, request)
+        by_contents = engine.looks_at_contents and engine.name != name and problem.mask is not None  # the next call's may differ
+        cached = call_cache.keep(None if by_contents else call_key, problem, engine, choice, mask_name)
     return execute(cached, problem, needs_lse)
 
 

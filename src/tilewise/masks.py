@@ -102,6 +102,10 @@ class Mask(Named):
             kept = self._trace = (trace, _forms(trace.captures))
         return kept[0]
 
+    def assume(self, trace: BoundProgram) -> None:
+        """Take this for the trace of a `fixed` mask: one like it was traced, with other tensors and numbers."""
+        self._trace = (trace, _forms(trace.captures))
+
 
 def _forms(captures: tuple[Tensor, ...]) -> list[tuple[torch.dtype, torch.Size]]:
     """What a program is made for. Of shapes the rank would do, but for rows, which are written out element by element."""

@@ -400,3 +400,123 @@ def test_templates_of_rows_make_contiguous_tensors() -> None:
     for shape in ((2, 3, 5, 8), (1, 1, 1, 8), (3, 1, 7, 8), (2, 4, 1, 8)):
         rows = torch.empty_like(like_rows(torch.empty(shape, dtype=torch.bfloat16)))
         assert rows.shape == shape[:3] and rows.is_contiguous() and rows.dtype == torch.float32
+
+
+# -- torch's SDPA ----------------------------------------------------------------------------------------------------
+
+
+SDPA_CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "a causal mask": {"mask": lambda b, h, q, kv: q >= kv},
+}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("name", SDPA_CALLS)
+def test_a_known_call_of_native_is_torchs_alone(name: str, trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines.native import NativeEngine
+
+    x = [t.requires_grad_(trains) for t in tensors()]
+    options = SDPA_CALLS[name]
+    call = lambda: tw.attention(*x, backend="native", **options)
+    expected, once = right(x, **options), call()
+    monkeypatch.setattr(NativeEngine, "forward", None)  # from here on, nobody comes by
+    for _ in range(2):
+        found = call()
+        assert torch.equal(found, once)
+        torch.testing.assert_close(found, expected)
+        if trains:
+            gradients = [torch.autograd.grad(out.square().sum(), x, retain_graph=True) for out in (found, expected)]
+            torch.testing.assert_close(*gradients)
+
+
+def test_grouped_heads_of_a_known_call_of_native() -> None:
+    q, k = torch.randn(1, 4, 24, 8), torch.randn(1, 2, 24, 8)
+    for _ in range(3):
+        found = tw.attention(q, k, k, enable_gqa=True, backend="native")
+        torch.testing.assert_close(found, tw.attention(q, k, k, enable_gqa=True, backend="reference"))
+
+
+def test_masks_that_auto_gives_to_sdpa_are_looked_at_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, keys that were found to be finite go there; those of the next call may not be."""
+    from tilewise.engines.cpp import CppEngine
+
+    monkeypatch.setattr(CppEngine, "refuse", lambda self, p: "no compiler")
+    q, k, v = tensors()
+    broken = v.clone()
+    broken[:, :, -1] = torch.nan
+    for value, engine in ((v, "native"), (broken, "blocked"), (v, "native")):
+        assert tw.explain(q, k, value, is_causal=True).engine == engine
+        assert tw.attention(q, k, value, is_causal=True)[:, :, :-1].isfinite().all()
+
+
+def test_replays_of_native_are_nobodys_business_and_leave_no_trace() -> None:
+    """Interception and watch() ignore tilewise's own calls of SDPA, and see torch's again afterwards, errors included."""
+    from tilewise.core.plan import Plan
+    from tilewise.engines.native import NativeEngine, own_call
+
+    x = tensors()
+    tw.attention(*x, backend="native")
+    with tw.intercept_sdpa("native"):
+        found = [torch.nn.functional.scaled_dot_product_attention(*x) for _ in range(3)]
+    assert all([torch.equal(f, found[0]) for f in found]) and not own_call.running
+    from tilewise.core.problem import Options, make_problem
+
+    plan: Plan = NativeEngine().plan(make_problem(*x, None, None, Options())[0])
+    with pytest.raises(RuntimeError):
+        plan.replay(x[0], x[1][..., :3], x[2], ())
+    assert not own_call.running
+
+
+def test_a_known_call_is_told_to_whoever_watches_or_logs(caplog: pytest.LogCaptureFixture) -> None:
+    from tilewise.frontend.dispatch import Served, observers
+
+    x = tensors()
+    seen: list[Served] = []
+    for backend in ("native", "blocked"):
+        tw.attention(*x, backend=backend)
+        observers.append(seen.append)
+        try:
+            tw.attention(*x, backend=backend)
+        finally:
+            observers.remove(seen.append)
+        with caplog.at_level("INFO", logger="tilewise"):
+            tw.attention(*x, backend=backend)
+    assert [s.engine for s in seen] == ["native", "blocked"]
+    assert [r.getMessage().split()[1] for r in caplog.records] == ["native", "blocked"]
+
+
+def test_every_layers_sinks_make_the_same_call_and_are_their_own() -> None:
+    from tilewise.core.problem import Options
+    from tilewise.frontend.call_key import key_of
+
+    x, one, other = torch.randn(1, 2, 24, 8), torch.tensor([0.0, 1.0]), torch.tensor([3.0, -2.0])
+
+    def known(score: Any) -> Any:
+        found = key_of(x, x, x, None, score, Options(), "cpp", False)
+        assert found is not None
+        return found.key
+
+    assert known([scores.sinks(one)]) == known([scores.sinks(other)])
+    assert known([scores.sinks(one)]) != known([scores.sinks(other.double())]) != known([scores.sinks(torch.zeros(4)[::2])])
+    assert known([scores.sinks(one)]) != known([scores.sinks(other.clone().requires_grad_())])
+    assert known([scores.sinks(one)]) != known([scores.sinks(torch.zeros(3)[1:])])  # otherwise aligned
+    for sinks in (one, other, one):
+        found = tw.attention(x, x, x, score=scores.sinks(sinks), backend="cpp")
+        torch.testing.assert_close(found, tw.attention(x, x, x, score=scores.sinks(sinks), backend="math"), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_is_both_a_bias_and_sinks() -> None:
+    """Its two places may belong to two tensors in the next call."""
+    x, both, other = torch.randn(1, 2, 24, 8), torch.tensor([0.0, 1.0]), torch.tensor([3.0, -2.0])
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + both[h] * kv
+
+    for sinks in (both, other, both):
+        for order in (1, -1):
+            changes = [biased, scores.sinks(sinks)][::order]
+            found = tw.attention(x, x, x, score=changes, backend="cpp")
+            torch.testing.assert_close(found, tw.attention(x, x, x, score=changes, backend="math"), rtol=1e-5, atol=1e-5)

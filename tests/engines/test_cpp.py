@@ -18,9 +18,10 @@ from tests.support.cases import CASES
 from tests.support.error_rule import check
 from tilewise import masks, scores
 from tilewise.core import store
-from tilewise.engines.cpp import compiler, missing, run
+from tilewise.engines.cpp import compiler, kernels, missing, run
 from tilewise.engines.cpp.libraries import Counts, key_of
 from tilewise.engines.cpp.threads import POOL
+from tilewise.frontend import call_cache
 
 available = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -80,6 +81,7 @@ def test_panels_give_the_same_bits(name: str, dtype: torch.dtype, monkeypatch: p
     found = []
     for bytes_read in (0, 2**62):
         monkeypatch.setattr(run, "PACKING_BYTES", bytes_read)
+        call_cache.forget()
         check(case, "cpp", "cpu", dtype)
         generator = torch.Generator().manual_seed(0)
         query, key, value = (torch.randn(2, heads, 330, 24, generator=generator).to(dtype) for heads in (6, 2, 2))
@@ -114,12 +116,14 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Te
 @available
 @pytest.mark.parametrize("name", ["causal", "alibi, then softcap", "gqa 6 over 2, mask per head", "strides: sliced", "head dim 59", "bare tiles"])
 def test_bfloat16_on_plain_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "uses_matrix_unit", lambda dtype: False)
-    run._kernel.cache_clear()
+    monkeypatch.setattr(kernels, "uses_matrix_unit", lambda dtype: False)
+    kernels.kernel.cache_clear()
+    call_cache.forget()  # plans hold kernels
     try:
         check(next(c for c in CASES if c.name == name), "cpp", "cpu", torch.bfloat16)
     finally:
-        run._kernel.cache_clear()
+        kernels.kernel.cache_clear()
+        call_cache.forget()
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ Chooses = Callable[..., Choice]
 def chooses(monkeypatch: pytest.MonkeyPatch) -> Chooses:
     monkeypatch.setattr(triton, "NO_TRITON", None)
     monkeypatch.setattr(gluon, "NO_GLUON", None)
+    monkeypatch.setattr(gluon, "map_address_offset", lambda: 0)  # asks the CUDA driver
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
@@ -182,3 +183,18 @@ def test_native_on_old_gpus_and_other_makers(chooses: Chooses, monkeypatch: pyte
     assert (
         NativeEngine().refuse_request(OnGpu((1, 2, 8, 8), 8, torch.float16, 8, None, None, False, Options()), Request("auto", "a test", False, False)) is None
     )
+
+
+def test_sizes_that_torch_compile_does_not_know_count_as_large() -> None:
+    from tilewise.sizes import less
+
+    taken = torch.compile(lambda t: t + 1 if less(t.shape[0], 100) else t - 1, fullgraph=True, backend="eager", dynamic=True)
+    assert [float(taken(torch.zeros(n))[0]) for n in (10, 200, 20)] == [1, -1, 1]
+
+    class Model(torch.nn.Module):
+        def forward(self, t: Tensor) -> Tensor:
+            found = t.nonzero()  # of as many rows as there are
+            return found + 1 if less(found.shape[0], 4) else found - 1
+
+    exported = torch.export.export(Model(), (torch.ones(5),)).module()
+    assert exported(torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])).tolist() == [[-1], [0], [1]]

@@ -25,10 +25,14 @@ own_call = _OwnCall()  # whether tilewise itself is calling SDPA: interception a
 
 
 class SdpaPlan(Plan):
-    """Calls torch's SDPA without a mask. Scale and grouping of heads are part of the call's key; gradients are torch's."""
+    """Calls torch's SDPA without a mask tensor. Its options are part of the call's key; gradients are torch's."""
 
     def __init__(self, problem: Problem) -> None:
-        self._options: dict[str, Any] = {"scale": problem.scale, **({"enable_gqa": True} if problem.heads != problem.kv_heads else {})}
+        self._options: dict[str, Any] = {"scale": problem.scale}
+        if problem.is_causal_only:
+            self._options["is_causal"] = True
+        if problem.heads != problem.kv_heads:
+            self._options["enable_gqa"] = True
 
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output:
         own_call.running = True
@@ -105,7 +109,8 @@ class NativeEngine(Engine):
         return None
 
     def plan(self, problem: Problem) -> Plan:
-        return SdpaPlan(problem) if problem.mask is None and problem.dense_mask is None and problem.dropout_p == 0 else Plan()
+        plain = (problem.mask is None or problem.is_causal_only) and problem.dense_mask is None and problem.dropout_p == 0
+        return SdpaPlan(problem) if plain else Plan()
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         mask = problem.dense_mask if problem.dense_mask is not None else self._dense(problem)

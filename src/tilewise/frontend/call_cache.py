@@ -88,7 +88,7 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
     trains = torch.is_grad_enabled() and any([t.requires_grad for t in problem.tensors])
     replays = permutation is None and (engine.is_torch_function or not trains)
     cached = CachedCall(engine, engine.plan(problem), problem, choice, mask_name, permutation, {}, replays)
-    if key is None or (engine.looks_at_contents and problem.mask is not None):
+    if key is None:
         return cached
     places = {id(t): n for n, t in enumerate(key.held)}
     programs = [c for c in (problem.mask, problem.score) if c is not None]

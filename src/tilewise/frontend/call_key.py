@@ -247,7 +247,7 @@ def _add_facts(thing: Any, parts: list[Any]) -> bool:
 
 
 def _add_form(logits: Any, parts: list[Any]) -> bool:
-    """Sinks are handed to kernels with query, key and value, and known like these: those of all layers make the same call. Nothing is made of what they hold."""
+    """Sinks are handed to kernels with query, key and value, and known like these: those of all layers make one call. Nothing is made of what they hold."""
     if type(logits) not in PLAIN or logits.layout != torch.strided or is_lazy(logits):
         return False
     parts += (logits.device, logits.data_ptr() & 15, logits.shape, logits.stride(), logits.dtype, logits.requires_grad)

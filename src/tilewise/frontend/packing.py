@@ -58,19 +58,20 @@ class PackedTokens:
     """
 
     def __init__(self, packed: Packed) -> None:
-        self.q_sequence, self.q_position = sequence_and_position(packed.q_offsets, packed.query.shape[0])
+        device = packed.query.device
+        self.q_sequence, self.q_position = sequence_and_position(packed.q_offsets.to(device), packed.query.shape[0])
         self.is_one = packed.q_offsets is packed.kv_offsets and packed.query.shape[0] == packed.key.shape[0]  # queries and keys are the same tokens
         if self.is_one:
             self.kv_sequence, self.kv_position = self.q_sequence, self.q_position
         else:
-            self.kv_sequence, self.kv_position = sequence_and_position(packed.kv_offsets, packed.key.shape[0])
+            self.kv_sequence, self.kv_position = sequence_and_position(packed.kv_offsets.to(device), packed.key.shape[0])
         self.sizes_checked: set[Covers] = set()
         self._masks: dict[bool, Mask] = {}
 
     def mask(self, is_causal: bool) -> Mask:
         """Within each sequence, and nothing else."""
         if is_causal not in self._masks:
-            self._masks[is_causal] = _within(self, None, is_causal)
+            self._masks[is_causal] = _within(self, None, True) if is_causal and not self.is_one else _apart(self, is_causal)
         return self._masks[is_causal]
 
 
@@ -81,8 +82,8 @@ _known: WeakCache[PackedTokens] = WeakCache(MAX_PACKED)
 def packed_tokens(packed: Packed) -> PackedTokens:
     """Made once for the contents of the offsets, and checked then.
 
-    The key is what the contents of both are known by, the numbers of tokens, and the stream on which the tensors were made: another might read them too soon.
-    Offsets without such a key, and those in a CUDA graph, which follow the graph's own memory, are looked at in every call.
+    The key is what the contents of both are known by, the numbers of tokens, their device, and the stream on which the tensors were made: another might read
+    them too soon. Offsets without such a key are looked at in every call, and so are those in a CUDA graph: it makes their tensors itself, in its own memory.
     """
     if torch.compiler.is_compiling():  # contents are unknown there
         return PackedTokens(packed)
@@ -107,12 +108,14 @@ def _key(packed: Packed, offsets: tuple[Tensor, ...]) -> Any:
     contents = contents_key(offsets)
     if contents is None:
         return None
-    stream = 0
-    if packed.q_offsets.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
+    device, stream = packed.query.device, 0
+    if device.type == "cuda":
+        from tilewise.engines.gpu.driver import is_capturing, stream_of
+
+        stream = stream_of(device)
+        if is_capturing(stream):
             return None
-        stream = torch.cuda.current_stream(packed.q_offsets.device).cuda_stream
-    return contents, packed.query.shape[0], packed.key.shape[0], stream
+    return contents, packed.query.shape[0], packed.key.shape[0], device, stream
 
 
 def sequence_and_position(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -160,16 +163,28 @@ def _shown(offsets: Tensor) -> str:
 # -- masks and scores ------------------------------------------------------------------------------------------------
 
 
-def _within(tokens: PackedTokens, mask: Any, is_causal: bool) -> Mask:
-    q_sequence, q_position, kv_sequence, kv_position = tokens.q_sequence, tokens.q_position, tokens.kv_sequence, tokens.kv_position
-    is_one = tokens.is_one
+def _apart(tokens: PackedTokens, is_causal: bool) -> Mask:
+    """Within each sequence; causal where queries and keys are the same tokens, which lie in the order of their positions."""
+    q_sequence, kv_sequence = tokens.q_sequence, tokens.kv_sequence
 
     def same_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
         number = q_sequence[q]
         allowed = (number == kv_sequence[kv]) & (number >= 0)
-        if is_causal:  # the same tokens of one sequence lie in the order of their positions
-            allowed = allowed & (q >= kv if is_one else q_position[q] >= kv_position[kv])
-        return allowed if mask is None else allowed & mask(number.clamp(min=0), h, q_position[q], kv_position[kv])
+        return allowed & (q >= kv) if is_causal else allowed
+
+    return Mask(same_sequence, "packed", fixed=True)
+
+
+def _within(tokens: PackedTokens, mask: Any, is_causal: bool) -> Mask:
+    """The same with a mask that sees positions, or causal by positions."""
+    q_sequence, q_position, kv_sequence, kv_position = tokens.q_sequence, tokens.q_position, tokens.kv_sequence, tokens.kv_position
+
+    def same_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        number, i, j = q_sequence[q], q_position[q], kv_position[kv]
+        allowed = (number == kv_sequence[kv]) & (number >= 0)
+        if is_causal:
+            allowed = allowed & (i >= j)
+        return allowed if mask is None else allowed & mask(number.clamp(min=0), h, i, j)
 
     label = "packed" if mask is None else f"packed {getattr(mask, 'name', 'mask')}"
     return Mask(same_sequence, label, fixed=mask is None)

@@ -19,13 +19,17 @@ class TracedMask(BlockMask):
     def __init__(self, mask: Mask | None, shape: tuple[int, int, int, int], config: Any = None) -> None:
         self.mask = mask
         self.config = config
+        self.is_used = False  # by an attention call
         self._shape = torch.Size(shape)
         if mask is not None:
             _unused.add(self)
 
     def use(self) -> Mask | None:
         """The mask, for an attention call: from now on it counts as used."""
-        _unused.discard(self)
+        if not self.is_used:
+            self.is_used = True
+            if not torch.compiler.is_compiling():  # it would compile a decoding step again for every number of masks there are
+                _unused.discard(self)
         return self.mask
 
     @property
@@ -52,7 +56,7 @@ class TracedMask(BlockMask):
     __str__ = __repr__
 
 
-# Masks that a model asked for and that no attention call has received yet. An entry lives as long as its mask: for one forward of the model.
+# Masks that a model asked for and that no attention call has received yet, unless compiled. An entry lives as long as its mask: for one forward of the model.
 _unused: "weakref.WeakSet[TracedMask]" = weakref.WeakSet()
 
 
@@ -64,4 +68,4 @@ def dropped_mask(config: Any, shape: tuple[int, int, int]) -> TracedMask | None:
     """
     if config is None:
         return None
-    return next((mask for mask in _unused if mask.config is config and (mask.shape[0], *mask.shape[2:]) == shape), None)
+    return next((mask for mask in _unused if not mask.is_used and mask.config is config and (mask.shape[0], *mask.shape[2:]) == shape), None)

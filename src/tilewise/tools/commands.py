@@ -26,6 +26,8 @@ from tilewise.errors import InputError, TilewiseError
 app = typer.Typer(name="tilewise", help="Attention that you program in Python and that runs tile by tile.", no_args_is_help=True, add_completion=False)
 cache = typer.Typer(help="Look after the store of compiled kernels.", no_args_is_help=True)
 app.add_typer(cache, name="cache")
+benchmarks = typer.Typer(invoke_without_command=True)
+app.add_typer(benchmarks, name="bench")
 console = Console()
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
@@ -53,8 +55,9 @@ def usable(device: str) -> torch.device:
     return torch.device(device)
 
 
-@app.command()
+@benchmarks.callback()
 def bench(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Where to draw the bars.")] = Path("tilewise-bench.png"),
     length: Annotated[int | None, typer.Option(min=64, help="Tokens; 16384 on a GPU and 2048 on a CPU unless given.")] = None,
     heads: Annotated[int, typer.Option(min=1)] = 16,
@@ -64,11 +67,61 @@ def bench(
     """Masks and scores on this machine, forward and backward, beside torch's SDPA and FlexAttention; draws the bars as a PNG."""
     from tilewise.tools.bench import run
 
-    if out.suffix.lower() not in PICTURES:
-        raise typer.BadParameter(f"{out} is no picture; its name must end in one of {', '.join(PICTURES)}", param_hint="--out")
+    if context.invoked_subcommand is not None:
+        _refuse_options_before(context)
+        return
     where = usable(device)
     usual = 16384 if where.type == "cuda" else 2048
-    raise typer.Exit(run(out, usual if length is None else length, heads, head_dim, where))
+    raise typer.Exit(run(picture(out), usual if length is None else length, heads, head_dim, where))
+
+
+def _refuse_options_before(context: typer.Context) -> None:
+    """`bench --out x model` would be measured without them."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"write it after {context.invoked_subcommand!r}", param_hint=f"--{name.replace('_', '-')}")
+
+
+def picture(out: Path) -> Path:
+    if out.suffix.lower() not in PICTURES:
+        raise typer.BadParameter(f"{out} is no picture; its name must end in one of {', '.join(PICTURES)}", param_hint="--out")
+    return out
+
+
+@benchmarks.command()
+def model(
+    name: Annotated[str, typer.Argument(help="The model; without one, they are listed.")] = "",
+    show: Annotated[bool, typer.Option("--list", help="List the models and the implementations.")] = False,
+    mode: Annotated[list[str] | None, typer.Option(help="step or inference; both unless given.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Only this implementation; may be repeated.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Not this implementation; may be repeated.")] = None,
+    tiny: Annotated[bool | None, typer.Option("--tiny/--full", help="Few tokens and narrow layers, or real widths; tiny on a CPU unless given.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How many turns each implementation takes.")] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="Seconds after which an implementation that has not finished a call is stopped.")] = 400,
+    warm: Annotated[bool, typer.Option(help="Use kernels that this machine has compiled before: first calls are shorter.")] = False,
+    device: Annotated[str, typer.Option(help="Device to run on; the GPU if there is one, unless given.")] = "",
+    out: Annotated[Path, typer.Option(help="Where to draw the bars.")] = Path("tilewise-bench-model.png"),
+) -> None:
+    """A whole model of random weights on this machine, with SDPA, FlexAttention and tilewise: a table, and bars as a PNG."""
+    from tilewise.tools import bench_model
+    from tilewise.tools.bench_models import processes, rows
+    from tilewise.tools.bench_models.workload import Scale
+
+    if show or not name:
+        raise typer.Exit(bench_model.list_models())
+    row = rows.find(name)
+    rows.check([*(impl or []), *(skip or [])])
+    lacking = rows.missing(row)
+    if lacking is not None:
+        raise InputError(lacking)
+    where = usable(device)
+    scale = Scale(where.type != "cuda" if tiny is None else tiny, where)
+    jobs = rows.jobs_of(row, scale, mode or [], impl or [], skip or [])
+    if not jobs:
+        raise InputError(f"nothing is left to measure of {name} on {where}: it has the modes {row.modes} and the implementations {row.implementations}")
+    settings = processes.Settings(scale.tiny, str(where), rounds, limit=limit, warm=warm)
+    raise typer.Exit(bench_model.run(row, jobs, settings, picture(out)))
 
 
 @app.command()

@@ -27,21 +27,30 @@ class CppEngine(Engine):
     def tile(self, problem: Problem) -> tuple[int, int]:
         return LANES, KEYS
 
+    def plan(self, problem: Problem) -> Plan:
+        from tilewise.engines.cpp.plan import CppPlan
+
+        return CppPlan(problem)
+
     def forward(self, problem: Problem, plan: Plan) -> Output:
         from tilewise.engines.cpp import run
         from tilewise.engines.cpp.compiler import CompilerError
+        from tilewise.engines.cpp.plan import CppPlan
 
+        assert isinstance(plan, CppPlan)
         try:
-            return run.forward(problem)
+            return run.forward(problem, plan)
         except CompilerError as error:
             return _fallback(error).forward(problem, plan)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         from tilewise.engines.cpp import run
         from tilewise.engines.cpp.compiler import CompilerError
+        from tilewise.engines.cpp.plan import CppPlan
 
+        assert isinstance(plan, CppPlan)
         try:
-            return run.backward(problem, output, grad_out, grad_lse, wanted)
+            return run.backward(problem, plan, output, grad_out, grad_lse, wanted)
         except CompilerError as error:
             return _fallback(error).backward(problem, plan, output, grad_out, grad_lse, wanted)
 

@@ -1,9 +1,9 @@
 """Ahead-of-time builds: compiles every library a problem needs into the store, without running any."""
 
 from tilewise.core.problem import Problem
+from tilewise.engines.cpp.kernels import kernel_unit
 from tilewise.engines.cpp.libraries import Unit, build_unit
 from tilewise.engines.cpp.mods import dscore_unit, mask_unit, score_unit
-from tilewise.engines.cpp.run import kernel_unit
 from tilewise.engines.cpp.threads import POOL
 
 

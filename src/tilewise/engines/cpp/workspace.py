@@ -1,8 +1,5 @@
 """Workspace memory, reused across calls: page faults in fresh memory took up to a tenth of a short backward."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -12,24 +9,30 @@ CACHE_LINE = 64
 _spare: list[Tensor] = []  # at most one; concurrent calls allocate their own
 
 
-@contextmanager
-def borrowed(*sizes: int) -> Iterator[list[int]]:
-    """Addresses of uninitialised buffers of these sizes in bytes; 0 for a size of 0."""
-    needed = sum([_aligned(size) for size in sizes])
-    try:
-        memory = _spare.pop()
-    except IndexError:
-        memory = None
-    if memory is None or memory.numel() < needed:
-        memory = torch.empty(needed, dtype=torch.uint8)
-    addresses, at = [], memory.data_ptr()
-    for size in sizes:
-        addresses.append(at if size else 0)
-        at += _aligned(size)
-    yield addresses
-    if memory.numel() <= MAX_SPARE_BYTES and not _spare:
+class Workspace:
+    """Uninitialised buffers of these sizes in bytes, side by side in one piece of memory that every call borrows."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._offsets: list[int | None] = []
+        self._bytes = 0
+        for size in sizes:
+            self._offsets.append(self._bytes if size else None)
+            self._bytes += -(-size // CACHE_LINE) * CACHE_LINE
+
+    def borrow(self) -> tuple[Tensor | None, list[int]]:
+        """The memory, to be given back, and the addresses of the buffers in it; 0 for a size of 0."""
+        if not self._bytes:
+            return None, [0] * len(self._offsets)
+        try:
+            memory = _spare.pop()
+        except IndexError:
+            memory = None
+        if memory is None or memory.numel() < self._bytes:
+            memory = torch.empty(self._bytes, dtype=torch.uint8)
+        base = memory.data_ptr()
+        return memory, [0 if offset is None else base + offset for offset in self._offsets]
+
+
+def give_back(memory: Tensor | None) -> None:
+    if memory is not None and memory.numel() <= MAX_SPARE_BYTES and not _spare:
         _spare.append(memory)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // CACHE_LINE) * CACHE_LINE

@@ -123,9 +123,10 @@ def _with_mask_bits(p: Problem, axis: MapAxis, tiles: TileSchedule) -> HopperSch
 
 
 def _made_on_device(p: Problem, axis: MapAxis, made: DeviceMap) -> HopperSchedule:
-    tables, tiles = made.rows(axis.tile, axis.by_keys), schedule_from(made, axis.tile, axis.by_keys)
+    tables = made.rows(axis.tile, axis.by_keys)
 
     def make() -> HopperSchedule:
+        tiles = schedule_from(made, tables, axis.tile, axis.by_keys)
         bits = made.empty((len(tables.order) * columns_of(p, axis), axis.bits_shape[0], 4))
         key = ("pack_mask_bits", axis, mask_structure(p), tiles.count, tiles.strides)
         launch = kept_launch(key, lambda: bits_launch(p, axis, bits, tiles, tables.first_bits), p.device)

@@ -16,7 +16,7 @@ from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_key, exact, maps
 from tilewise.core.problem import Problem
 from tilewise.core.weak_cache import WeakCache
-from tilewise.engines.gpu.driver import capture_id, current_stream
+from tilewise.engines.gpu.driver import capture_id, stream_of
 from tilewise.engines.gpu.kernel_args import BaseConstants, BaseGeometry, OrderConstants, RowsConstants, RowsGeometry
 from tilewise.engines.gpu.launch import KernelLaunch, Launch, PreparedLaunch, prepare
 from tilewise.engines.gpu.limits import interpreted
@@ -34,11 +34,11 @@ Value = TypeVar("Value")
 
 
 def is_made_on_device(p: Problem) -> bool:
-    """Whether a problem's tile schedules are made here."""
-    if p.mask is None or not p.mask.captures or p.given_tiles is not None or not (p.device.type == "cuda" or (p.device.type == "cpu" and interpreted())):
+    """Whether a problem's tile schedules are made here; on the meta device, whether they would be."""
+    if p.mask is None or not p.mask.captures or p.given_tiles is not None:
         return False
     batch, heads = _copies(p)
-    return batch * heads * p.q_len * p.kv_len <= MAX_ELEMENTS
+    return batch * heads * p.q_len * p.kv_len <= MAX_ELEMENTS and (p.device.type != "cpu" or interpreted())
 
 
 def _copies(p: Problem) -> tuple[int, int]:
@@ -75,16 +75,15 @@ class DeviceMap:
         self._derived: dict[Hashable, Any] = {}
         self._tensors: list[Tensor] = []
         self._lock = new_lock()
-        self._stream = self._current_stream()
+        self._stream = stream_of(self.device)
         self._states = self.empty((self.batch * self.heads, -(-p.q_len // SIZE), -(-p.kv_len // SIZE)), torch.int8)
         kept_launch(("base_states", mask_structure(p)), lambda: base_launch(p, self._states), p.device).launch([self._states, *captures_of(p)])
-        self._made = self._record()
+        self._made = torch.cuda.Event() if p.device.type == "cuda" else None
+        self._record()
 
-    def _current_stream(self) -> int:
-        return current_stream(self.device.index) if self.device.type == "cuda" and self.device.index is not None else 0
-
-    def _record(self) -> Any:
-        return None if self.device.type != "cuda" else torch.cuda.current_stream(self.device).record_event()
+    def _record(self) -> None:
+        if self._made is not None:
+            self._made.record(torch.cuda.current_stream(self.device))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
         """Memory that is kept as long as this map."""
@@ -96,17 +95,19 @@ class DeviceMap:
     def remember(self, name: Hashable, make: Callable[[], Value]) -> Value:
         """What is made from this map, now or earlier, ready for the current stream."""
         with self._lock:
-            stream = self._current_stream()
+            stream = stream_of(self.device)
             if stream != self._stream:
                 self._wait()
             found: Value | None = self._derived.get(name)
             if found is None:
                 found = self._derived[name] = make()
-                self._stream, self._made = stream, self._record()
+                self._stream = stream
+                self._record()
             return found
 
     def _wait(self) -> None:
         """Let the current stream wait for what is in here, and no memory of it be reused before that stream is done."""
+        assert self._made is not None
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._made)
         for t in self._tensors:
@@ -121,9 +122,8 @@ class DeviceMap:
         rows, room = heads * geometry.n_rows, heads * geometry.n_rows * (2 * geometry.n_half + 1)
         tables = Tables(*self.empty((8 * rows + 2 * room,)).split([rows, rows, rows, 4 * rows, room, room, rows]))
         key = (heads, tile, geometry, self.device)
-        kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device).launch(
-            [self._states, *tables]
-        )
+        runs = kept_launch(("schedule_rows", *key), lambda: rows_launch(rows, tile, by_keys, geometry, self._states, tables), self.device)
+        runs.launch([self._states, *tables])
         kept_launch(("order_rows", *key), lambda: order_launch(rows, geometry, tables), self.device).launch([*tables])
         return tables
 
@@ -270,6 +270,18 @@ def rows_launch(rows: int, tile: tuple[int, int], by_keys: bool, geometry: RowsG
 
 def order_launch(rows: int, geometry: RowsGeometry, tables: Tables) -> Launch:
     return Launch("order_rows", kernels, rows, {"tables": tuple(tables)}, {"n_rows": geometry.n_rows}, {"C": OrderConstants(CHUNK)}, 1, 1)
+
+
+def base_ahead(p: Problem) -> Launch:
+    """For building ahead: what evaluates the mask."""
+    return base_launch(p, torch.empty((1, 1, 1), dtype=torch.int8, device=p.device))
+
+
+def rows_ahead(p: Problem, tile: tuple[int, int], by_keys: bool) -> list[Launch]:
+    """For building ahead: what makes a schedule of such tiles."""
+    states, number = torch.empty((1, 1, 1), dtype=torch.int8, device=p.device), torch.empty(1, dtype=torch.int32, device=p.device)
+    geometry, tables = rows_geometry(p.q_len, p.kv_len, tile, by_keys), Tables(*[number] * len(Tables._fields))
+    return [rows_launch(1, tile, by_keys, geometry, states, tables), order_launch(1, geometry, tables)]
 
 
 def _padded(size: int) -> int:

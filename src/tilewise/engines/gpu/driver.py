@@ -208,9 +208,14 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def stream_of(device: torch.device) -> int:
+    """The handle of a device's current stream; 0 where there are none."""
+    return current_stream(torch.cuda.current_device() if device.index is None else device.index) if device.type == "cuda" else 0
+
+
 def capture_id(device: torch.device) -> int:
     """Which capture of a CUDA graph, of all in this process, the device's current stream takes part in; 0 if it takes part in none."""
-    stream = 0 if device.type != "cuda" else current_stream(torch.cuda.current_device() if device.index is None else device.index)
+    stream = stream_of(device)
     if not is_capturing(stream):
         return 0
     status, number = ctypes.c_int(), ctypes.c_uint64()

@@ -85,22 +85,23 @@ class Launch(NamedTuple):
 class BoundLaunch:
     """A kernel with everything in place but the addresses of a call's own tensors."""
 
-    __slots__ = ("_kept", "_kernel", "_packed", "_programs", "_streams", "_words", "device")
+    __slots__ = ("_kept", "_kernel", "_packed", "_programs", "_shared", "_streams", "_words", "device")
 
-    def __init__(self, kernel: Kernel, packed: bytes, programs: int, words: list[int], kept: Sequence[Tensor], device: int) -> None:
+    def __init__(self, kernel: Kernel, packed: bytes, programs: int, words: list[int], kept: Sequence[Tensor], device: int, for_stream: bool) -> None:
         self._kernel, self._packed, self._programs, self._words, self.device = kernel, packed, programs, words, device
         self._kept = kept  # tile schedules, packed by address: kept alive. Captures are their owner's
+        self._shared = not for_stream and len(kept) > 0
         self._streams: set[int] = set()
 
     def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
         """With these tensors (or addresses), in the order of the kernel's parameters; None where there was none."""
         enter_context(self.device)  # this may be a thread's first call
         stream = current_stream(self.device)
-        if self._kept and (stream not in self._streams or is_capturing(stream)):
+        if self._shared and (stream not in self._streams or is_capturing(stream)):
             self._used_on(stream)
         self._kernel.launch(self._programs, stream, self._packed, self._words, tensors)
 
-    def bind(self, p: Problem) -> "BoundLaunch":
+    def bind(self, p: Problem, for_stream: bool = False) -> "BoundLaunch":
         return self
 
     def _used_on(self, stream: int) -> None:
@@ -147,10 +148,11 @@ class PreparedLaunch:
         self._given = () if launch.sources else tensors_given
         self._bound: BoundLaunch | None = None
 
-    def bind(self, p: Problem) -> BoundLaunch:
-        """For a problem of the same structure, with its captures and its schedule."""
+    def bind(self, p: Problem, for_stream: bool = False) -> BoundLaunch:
+        """For a problem of the same structure, with its captures and its schedule. `for_stream`: it will
+        be launched on the current stream alone, where the schedule is ready, and in the current capture if there is one."""
         found = [(source, t) for source in self._sources for t in source(p) if t is not None]
-        return self._with([t for _, t in found], [t for source, t in found if source not in CAPTURES])
+        return self._with([t for _, t in found], [t for source, t in found if source not in CAPTURES], for_stream)
 
     def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
         """As it was prepared, for a launch that has no sources."""
@@ -158,13 +160,13 @@ class PreparedLaunch:
             self._bound = self._with(self._given, self._given)
         self._bound.launch(tensors)
 
-    def _with(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> BoundLaunch:
+    def _with(self, tensors: Sequence[Tensor], kept: Sequence[Tensor], for_stream: bool = False) -> BoundLaunch:
         if [t.dtype for t in tensors] != self._dtypes:  # a tensor in another's place would be read as what it is not
             raise RuntimeError(f"a kernel's static arguments hold tensors of {self._dtypes}, its sources gave {[t.dtype for t in tensors]}")
         raw = bytearray(self._raw)
         for place, t in zip(self._static_places, tensors, strict=True):
             ADDRESS.pack_into(raw, place, t.data_ptr())
-        return BoundLaunch(self._kernel, bytes(raw), self._programs, self._words, kept, self.device)
+        return BoundLaunch(self._kernel, bytes(raw), self._programs, self._words, kept, self.device, for_stream)
 
 
 class KernelLaunch(Protocol):
@@ -173,7 +175,7 @@ class KernelLaunch(Protocol):
     @property
     def device(self) -> int | None: ...
 
-    def bind(self, p: Problem) -> "KernelLaunch": ...
+    def bind(self, p: Problem, for_stream: bool = False) -> "KernelLaunch": ...
 
     def launch(self, tensors: Sequence[Tensor | int | None]) -> None: ...
 
@@ -186,7 +188,7 @@ class InterpretedLaunch:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 
-    def bind(self, p: Problem) -> "InterpretedLaunch":
+    def bind(self, p: Problem, for_stream: bool = False) -> "InterpretedLaunch":
         tensors = [t for source in self._launch.sources for t in source(p) if t is not None]
         left = iter(tensors)
         static = {name: _rebound(value, left) for name, value in self._launch.static_args.items()}

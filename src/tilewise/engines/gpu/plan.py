@@ -12,7 +12,8 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import structure, tuning
 from tilewise.engines.gpu.decoding import is_decoding
-from tilewise.engines.gpu.driver import capture_id
+from tilewise.engines.gpu.device_map import is_made_on_device
+from tilewise.engines.gpu.driver import capture_id, stream_of
 from tilewise.engines.gpu.structure import AnyPass
 
 
@@ -35,13 +36,6 @@ def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
     return () if is_decoding(p) else p.mask_sources
 
 
-def contents_now(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
-    """`contents_key`, and the capture of a CUDA graph that is under way: schedules of its launches are made within it (device_map.py), and are of no use
-    outside."""
-    contents = contents_key(tensors)
-    return contents if not contents else (*contents, capture_id(tensors[0].device))
-
-
 class GpuPlan(Plan):
     """Passes by what they depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
@@ -53,11 +47,12 @@ class GpuPlan(Plan):
     def __init__(self, problem: Problem) -> None:
         self._passes: dict[Hashable, tuple[Any, Any]] = {}
         self._replays = problem.sinks is None and problem.dropout_p == 0  # query, key and value are all that varies
+        self._made_on_device = is_made_on_device(problem) and not is_decoding(problem)
 
     def find(self, name: Hashable, problem: Problem) -> Any:
         """The pass of this name, if it is bound to what the problem's tensors contain now."""
         found = self._passes.get(name)
-        return None if found is None or found[1][0] is None or found[1] != _state(problem) else found[0]
+        return None if found is None or found[1][0] is None or found[1] != self._state(problem) else found[0]
 
     def prepared(self, name: Hashable, problem: Problem, kind: str, make: Callable[[], AnyPass]) -> AnyPass:
         """The pass of this name, bound now or for an earlier call; prepared by `make`, now or for an earlier problem of the same structure and kind."""
@@ -65,11 +60,26 @@ class GpuPlan(Plan):
         if ready is None:
             if name not in self._passes and len(self._passes) >= MAX_PASSES:
                 del self._passes[next(oldest for oldest in self._passes if oldest != FORWARD)]
-            state = _state(problem)
+            state = self._state(problem)
             ready = structure.prepared((kind, name), problem, make).bind(problem)
             self._passes[name] = ready, state
         made: AnyPass = ready
         return made
+
+    def _state(self, p: Problem) -> tuple[Any, ...]:
+        """What may change under one name."""
+        captures = () if p.score is None else p.score.captures
+        return self._contents(schedule_sources(p)), tuple([t.data_ptr() for t in captures]), tuning.state()
+
+    def _contents(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+        """`contents_key`, and where schedules are made on the device, the current stream and the capture of a CUDA graph that is under way. A schedule may just
+        be in the making on another stream, and whoever binds a launch to it waits for that (device_map.py). One that is made within a capture is of no use
+        outside."""
+        contents = contents_key(tensors)
+        if not contents or not self._made_on_device:
+            return contents
+        device = tensors[0].device
+        return (*contents, stream_of(device), capture_id(device))
 
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
         found = self._passes.get(FORWARD)
@@ -77,17 +87,11 @@ class GpuPlan(Plan):
             return None
         forward: ForwardPass
         forward, (contents, _, tuned) = found
-        if contents is None or tuned != tuning.state() or (contents and contents != contents_now(mask_sources)):
+        if contents is None or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
             return None
         if forward.device is None or forward.device != torch.cuda.current_device():
             return None
         return forward.run(query, key, value, None, None)
-
-
-def _state(p: Problem) -> tuple[Any, ...]:
-    """What may change under one name: see GpuPlan."""
-    captures = () if p.score is None else p.score.captures
-    return contents_now(schedule_sources(p)), tuple([t.data_ptr() for t in captures]), tuning.state()
 
 
 def backward_key(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:

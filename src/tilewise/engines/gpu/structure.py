@@ -14,6 +14,7 @@ from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
 from tilewise.core.tf32 import allows_tf32
 from tilewise.engines.gpu import tuning
+from tilewise.engines.gpu.device_map import is_made_on_device
 from tilewise.engines.gpu.launch import InterpretedLaunch, PreparedLaunch
 from tilewise.lang import BoundProgram
 
@@ -27,9 +28,10 @@ class Pass:
     def bind(self: AnyPass, p: Problem) -> AnyPass:
         """The same pass with the captures of this problem, and the tile schedule that follows from their contents."""
         bound = copy.copy(self)
+        for_stream = is_made_on_device(p)  # GpuPlan._contents
         for name, value in vars(self).items():
             if isinstance(value, (PreparedLaunch, InterpretedLaunch)):
-                setattr(bound, name, value.bind(p))
+                setattr(bound, name, value.bind(p, for_stream))
         return bound
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.core.map_cache import publish
 from tilewise.core.problem import Problem
-from tilewise.engines.gpu.device_map import DeviceMap, device_maps, is_made_on_device
+from tilewise.engines.gpu.device_map import DeviceMap, Tables, device_maps, is_made_on_device
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.tiles import Geometry, Runs
 
@@ -28,7 +28,7 @@ def query_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
     if p.device.type == "meta":
         return _stand_in(p)
     if is_made_on_device(p):
-        return schedule_from(device_maps.get(p), tile, by_keys=False)
+        return _made_on_device(p, tile, by_keys=False)
     tile_map = kernel_map(p, tile)
     if tile_map is None:
         return TileSchedule(-(-p.q_len // tile[0]), False)
@@ -46,7 +46,7 @@ def key_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
     if p.device.type == "meta":
         return _stand_in(p)
     if is_made_on_device(p):
-        return schedule_from(device_maps.get(p), tile, by_keys=True)
+        return _made_on_device(p, tile, by_keys=True)
     tile_map = kernel_map(p, tile)
     if tile_map is None:
         return TileSchedule(-(-p.kv_len // tile[1]), False)
@@ -60,9 +60,13 @@ def key_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
     return tile_map.remember("key schedule", make)
 
 
-def schedule_from(made: DeviceMap, tile: tuple[int, int], by_keys: bool) -> TileSchedule:
-    """Of a map that kernels make."""
-    tables = made.rows(tile, by_keys)
+def _made_on_device(p: Problem, tile: tuple[int, int], by_keys: bool) -> TileSchedule:
+    made = device_maps.get(p)
+    return schedule_from(made, made.rows(tile, by_keys), tile, by_keys)
+
+
+def schedule_from(made: DeviceMap, tables: Tables, tile: tuple[int, int], by_keys: bool) -> TileSchedule:
+    """Of a map that is made on the device."""
     count = -(-made.kv_len // tile[1]) if by_keys else -(-made.q_len // tile[0])
     return TileSchedule(count, True, (tables.order, tables.offsets, tables.starts, tables.stops), _strides_in_rows(made.batch, made.heads, count))
 
@@ -92,8 +96,8 @@ def with_cut_tiles(full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:
 def _kernel_tiles(full: Runs, cut: Runs, partial: Runs, count: int, g: Geometry) -> TileSchedule:
     offsets, start, size = interleaved((full, cut, partial))
     order = _longest_first(offsets[::3], size, count)
-    by_row = torch.stack([offsets[:-1:3], offsets[1::3], offsets[2::3], offsets[3::3]], 1).flatten()
-    tiles = TileSchedule(count, True, (order, by_row, start, start + size), _strides_in_rows(g.batch, g.heads, count))
+    begins_and_end = offsets.unfold(0, 4, 3).flatten()  # of each row
+    tiles = TileSchedule(count, True, (order, begins_and_end, start, start + size), _strides_in_rows(g.batch, g.heads, count))
     publish(offsets.device)
     return tiles
 

@@ -22,8 +22,8 @@ from tilewise.engines.triton.kernel_args import (
     DecodeCombineArgs,
     DecodeCombineConstants,
     DecodeCombineTensors,
-    DecodeMods,
     DecodeSplitArgs,
+    DecodeSplitConstants,
     DecodeSplitTensors,
     DecodeStrides,
     DkdvConstants,
@@ -86,12 +86,16 @@ def fwd_launch(p: Problem, tensors: FwdTensors, config: Config) -> Launch:
 
 
 def decode_split_tensors(p: Problem, partial: Partial, seed: Tensor | None) -> DecodeSplitTensors:
-    return DecodeSplitTensors(p.query, p.key, p.value, *partial, seed)
+    return DecodeSplitTensors(p.query, p.key, p.value, *partial, None, None, None, None, seed)
+
+
+def decode_whole_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> DecodeSplitTensors:
+    return DecodeSplitTensors(p.query, p.key, p.value, None, None, None, out, lse, max_score, p.sinks, seed)
 
 
 def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, config: Config) -> Launch:
-    rows = p.heads // p.kv_heads * p.q_len
-    scale, _, threshold, mask, score = mods_of(p)
+    rows, out = p.heads // p.kv_heads * p.q_len, tensors.out
+    constants = attention_constants(p, (padded_dim(rows), config.n), False, config.stages)
     return Launch(
         "decode_split",
         kernels,
@@ -99,14 +103,17 @@ def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, co
         {"tensors": tensors},
         {
             "args": DecodeSplitArgs(
-                DecodeStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v)),
+                DecodeStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v), None if out is None else strides(out)),
                 shape_of(p),
                 splits,
-                -(-p.kv_len // (config.n * splits)),
-                DecodeMods(scale, threshold, mask, score),
+                mods_of(p),
             )
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "C": attention_constants(p, (padded_dim(rows), config.n), False, config.stages)},
+        {
+            "MASK": mask_of(p),
+            "SCORE": score_of(p),
+            "C": DecodeSplitConstants(**asdict(replace(constants, sinks=tensors.sinks is not None)), whole=out is not None),
+        },
         config.warps,
         config.stages,
         fuses(p),

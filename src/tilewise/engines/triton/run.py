@@ -1,6 +1,7 @@
 """How a problem becomes launches of the Triton kernels: a pass prepares them once, and runs them for every call like the first."""
 
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,10 @@ from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS
 
-PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT = 2, 2, 4
+PROGRAMS_PER_SM, TILES_PER_SPLIT = 3, 4  # of decoding: what registers and shared memory allow, and tiles at least
+# In the time in which one of that many programs reads a key tile (2.7 us of 64 keys and values of head dim 128 on an H200): what a program takes besides,
+# what combining takes, and how much faster programs get when they are alone on their multiprocessors.
+PROGRAM, COMBINE, LONE = 0.55, 1.9, 0.5
 
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
@@ -37,8 +41,11 @@ def forward(p: Problem, plan: GpuPlan) -> Output:
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 
 
-def _prepared_forward(p: Problem) -> "Forward | Decode":
-    return Decode(p) if is_decoding(p) else Forward(p)
+def _prepared_forward(p: Problem) -> "Forward | DecodeWhole | Decode":
+    if not is_decoding(p):
+        return Forward(p)
+    splits = split_count(p)
+    return DecodeWhole(p) if splits == 1 else Decode(p, splits)
 
 
 class Forward(Pass):
@@ -56,12 +63,27 @@ class Forward(Pass):
         return output
 
 
-class Decode(Pass):
-    """Two launches: the keys are split among programs, and the splits of every row combined."""
+class DecodeWhole(Pass):
+    """One launch: a program for every key head, with all its keys."""
 
     def __init__(self, p: Problem) -> None:
         self._outputs = EmptyOutputs(p)
-        self._v_dim, splits = p.v_dim, split_count(p)
+        tensors = launches.decode_whole_tensors(p, *self._outputs(p.query), seed_of(p))
+        self._decode = fitted(p, DECODE, lambda configs: launches.decode_split_launch(p, tensors, 1, *configs))
+        self.device = self._decode.device
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
+        output = self._outputs(query)
+        self._decode.launch([query, key, value, None, None, None, *output, sinks, seed])
+        return output
+
+
+class Decode(Pass):
+    """Two launches: the keys are split among programs, and the splits of every row combined."""
+
+    def __init__(self, p: Problem, splits: int) -> None:
+        self._outputs = EmptyOutputs(p)
+        self._v_dim = p.v_dim
         self._shape = (p.batch * p.kv_heads, splits, p.heads // p.kv_heads * p.q_len)
         partial, output = self._partial(p.query), self._outputs(p.query)
         tensors = launches.decode_split_tensors(p, partial, seed_of(p))
@@ -77,7 +99,7 @@ class Decode(Pass):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
         output, partial = self._outputs(query), self._partial(query)
-        self._split.launch([query, key, value, *partial, seed])
+        self._split.launch([query, key, value, *partial, None, None, None, None, seed])
         self._combine.launch([*partial, *output, sinks])
         return output
 
@@ -277,7 +299,19 @@ def fwd_roles(p: Problem) -> tuple[str, ...]:
 
 
 def split_count(p: Problem) -> int:
-    """As many programs as run at a time, each with a few key tiles at least; but one of a (batch, head) alone would end late."""
-    tiles = -(-p.kv_len // table_config("decode", p).n)
-    wanted = -(-PROGRAMS_PER_SM * sm_count(p.device) // (p.batch * p.kv_heads))
-    return max(1, min(max(wanted, MIN_SPLITS), tiles // TILES_PER_SPLIT, MAX_SPLITS))
+    return best_split_count(-(-p.kv_len // table_config("decode", p).n), p.batch * p.kv_heads, PROGRAMS_PER_SM * sm_count(p.device))
+
+
+@lru_cache(maxsize=1024)
+def best_split_count(tiles: int, heads: int, slots: int) -> int:
+    """Of the keys of each head, `tiles` key tiles, where `slots` programs run at a time: the count that takes the shortest time, in key tiles.
+
+    Memory is the limit, so programs in a last round that is not full are faster, but not by more than 1 / LONE. The more splits, the shorter is that round;
+    but each program takes time to begin and to store what it found, and two splits and more are combined by another launch.
+    """
+
+    def time(splits: int) -> float:
+        rounds, rest = divmod(heads * splits, slots)
+        return (tiles / splits + PROGRAM) * (rounds + (max(rest / slots, LONE) if rest else 0.0)) + (COMBINE if splits > 1 else 0.0)
+
+    return min(range(1, max(1, min(tiles // TILES_PER_SPLIT, MAX_SPLITS)) + 1), key=time)

@@ -1,4 +1,4 @@
-// The kernels' arguments. Every field has 8 bytes, so that Python can pack them in order: keep run.py in step.
+// The kernels' arguments. Every field has 8 bytes, so that Python can pack them in order: keep ../arguments.py in step.
 #pragma once
 #include "vectors.h"
 
@@ -66,11 +66,11 @@ struct Backward {
     const void *lse, *grad_lse;  // [batch, heads, n_q]; grad_lse may be absent
     void* delta;                 // [batch, heads, n_q]
     i64 blocks, blocks_per_tile;  // blocks of LANES queries: in one (batch, head), and in one tile of the map
-    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES]; matrix unit: pairs of features
+    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES] in panels; matrix unit: pairs of features
     void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null if the tensor's own rows can be read; matrix unit: pairs of rows
     uint8_t* finite;              // [batch, heads, blocks] matrix unit: whether Q and dO are all finite
     void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES]
-    uint8_t* dq_written;          // [chunks][batch, heads, blocks] whether a chunk has written its share of dQ; zeroed by the caller
+    uint8_t* dq_written;          // [chunks][batch, heads, blocks] whether a chunk has written its share of dQ
     void *dq, *dk, *dv;           // contiguous, in the inputs' dtype
     void* dscore;                 // generated: the score's derivative; also accumulates the captures' gradients
     double* const* gradients;     // [groups][captures]
@@ -79,3 +79,68 @@ struct Backward {
     i64 groups;                   // of items that run in order on one thread, because they accumulate into the same gradients
     const i64 *group_offsets, *group_items;
 };
+
+// -- calls that are alike -------------------------------------------------------------------------------------------------
+
+struct ForwardCall {  // what differs between them
+    i64 threads;
+    void *query, *key, *value, *out, *lse, *max_score;
+    const void* sinks;
+    i64 seed;
+    void* split_results;
+    Packed packed;
+};
+
+struct BackwardCall {
+    i64 threads;
+    void *query, *key, *value, *out, *grad_out;
+    const void *lse, *grad_lse;
+    void* delta;
+    void *q_lanes, *do_lanes, *q_rows, *do_rows;
+    uint8_t* finite;
+    void* dq_lanes;
+    uint8_t* dq_written;
+    void *dq, *dk, *dv;
+    double* const* gradients;
+    i64 seed;
+};
+
+INLINE Forward called(Forward f, const ForwardCall& call) {
+    f.problem.threads = call.threads;
+    f.problem.query.data = call.query;
+    f.problem.key.data = call.key;
+    f.problem.value.data = call.value;
+    f.problem.sinks = call.sinks;
+    f.problem.seed = call.seed;
+    f.out.data = call.out;
+    f.lse = call.lse;
+    f.max_score = call.max_score;
+    f.split_results = call.split_results;
+    f.packed = call.packed;
+    return f;
+}
+
+INLINE Backward called(Backward f, const BackwardCall& call) {
+    f.problem.threads = call.threads;
+    f.problem.query.data = call.query;
+    f.problem.key.data = call.key;
+    f.problem.value.data = call.value;
+    f.problem.seed = call.seed;
+    f.out.data = call.out;
+    f.grad_out.data = call.grad_out;
+    f.lse = call.lse;
+    f.grad_lse = call.grad_lse;
+    f.delta = call.delta;
+    f.q_lanes = call.q_lanes;
+    f.do_lanes = call.do_lanes;
+    f.q_rows = call.q_rows;
+    f.do_rows = call.do_rows;
+    f.finite = call.finite;
+    f.dq_lanes = call.dq_lanes;
+    f.dq_written = call.dq_written;
+    f.dq = call.dq;
+    f.dk = call.dk;
+    f.dv = call.dv;
+    f.gradients = call.gradients;
+    return f;
+}

@@ -21,7 +21,6 @@ constexpr i64 FEATURE_STEP = STEP;  // features come in multiples of this
 constexpr i64 FEATURE_STEP = WIDTH<real>;
 #endif
 constexpr i64 DQ_STEP = 32;
-constexpr i64 L2_BYTES = 1 << 20;  // of Q, dO and dQ that are to stay in the L2 cache
 
 // -- preprocessing: Q and dO packed for the products; delta ------------------------------------------------------------
 
@@ -67,8 +66,8 @@ void preprocess_block(void* context, i64 item) {
     const bool gradients = pack_pairs(dout, f.grad_out.stride, k.count, p.dv, (u32*)f.do_lanes + at * dvp, (u32*)f.do_rows + at * dvp);
     f.finite[item] = queries && gradients;
 #else
-    transpose_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_lanes + item * p.d * LANES);
-    transpose_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_lanes + item * p.dv * LANES);
+    transpose_rows<BLOCK_COLUMNS<real>>(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_lanes + item * p.d * LANES);
+    transpose_rows<BLOCK_COLUMNS<real>>(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_lanes + item * p.dv * LANES);
     if (f.q_rows) widen_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_rows + item * LANES * dp, dp);
     if (f.do_rows) widen_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_rows + item * LANES * dvp, dvp);
 #endif
@@ -164,21 +163,28 @@ void weights_and_ds(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 
     const real scale = (real)p.keep_scale;
     if (p.dropout_threshold)
         for (i64 x = 0; x < n * LANES; x++) t.ds[x] = t.dropout_keep[x] ? t.ds[x] * scale : 0;
-    for (i64 x = 0; x < LANES; x += WIDTH<real>) {
-        const vec<real> lse = load(stats.lse + x), delta = load(stats.delta + x);
+    constexpr int N = 2;  // vectors at a time
+    constexpr i64 STRIDE = WIDTH<real>;
+    for (i64 x = 0; x < LANES; x += N * STRIDE)
         for (i64 j = 0; j < n; j++) {
-            real* ds = t.ds + j * LANES + x;
-            const vec<real> score = load(t.final + j * LANES + x);
-            vec<real> w = exponential(score - lse);
-            vec<real> g = w * (load(ds) - delta);
-            if (!all_attended) {
-                w = score == -INFINITE<real> ? vec<real>{} : w;
-                g = score == -INFINITE<real> ? vec<real>{} : g;
+            const i64 at = j * LANES + x;
+            vec<real> w[N];
+#pragma GCC unroll 2
+            for (int i = 0; i < N; i++) w[i] = load(t.final + at + i * STRIDE) - load(stats.lse + x + i * STRIDE);
+            exponentials(w);
+#pragma GCC unroll 2
+            for (int i = 0; i < N; i++) {
+                real* ds = t.ds + at + i * STRIDE;
+                vec<real> g = w[i] * (load(ds) - load(stats.delta + x + i * STRIDE));
+                if (!all_attended) {
+                    const vec<real> score = load(t.final + at + i * STRIDE);
+                    w[i] = score == -INFINITE<real> ? vec<real>{} : w[i];
+                    g = score == -INFINITE<real> ? vec<real>{} : g;
+                }
+                store(t.weight + at + i * STRIDE, w[i]);
+                store(ds, g);
             }
-            store(t.weight + j * LANES + x, w);
-            store(ds, g);
         }
-    }
     if (p.dropout_threshold)
         for (i64 x = 0; x < n * LANES; x++) t.weight[x] = t.dropout_keep[x] ? t.weight[x] * scale : 0;
 }
@@ -224,9 +230,9 @@ void accumulate(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq, bool a
 void accumulate(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
     const Problem& p = f.problem;
     const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
-    product<real>(t.weight, LANES, 1, dout.data, dout.stride, t.dv, dvp, n, dvp, k.count, 1, true);
-    product<real>(t.ds, LANES, 1, q.data, q.stride, t.dk, dp, n, dp, k.count, 1, true);
-    product<real>(keys.data, 1, keys.stride, t.ds, LANES, dq, LANES, p.d, LANES, n, 1, add);
+    product<real>(t.weight, LANES, 1, columns_of_rows(dout.data, dout.stride), t.dv, dvp, n, dvp, k.count, 1, true);
+    product<real>(t.ds, LANES, 1, columns_of_rows(q.data, q.stride), t.dk, dp, n, dp, k.count, 1, true);
+    product<real>(keys.data, 1, keys.stride, columns_of_rows((const real*)t.ds, LANES), dq, LANES, p.d, LANES, n, 1, add);
 }
 #endif
 
@@ -255,8 +261,8 @@ void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 
         for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
 #else
     constexpr bool plain = false;
-    product<real>(t.k.data, t.k.stride, 1, (const real*)f.q_lanes + item * p.d * LANES, LANES, t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
-    product<real>(t.v.data, t.v.stride, 1, (const real*)f.do_lanes + item * p.dv * LANES, LANES, t.ds, LANES, n, LANES, p.dv, 1, false);
+    product<real>(t.k.data, t.k.stride, 1, columns_of_panels((const real*)f.q_lanes + item * p.d * LANES, p.d), t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
+    product<real>(t.v.data, t.v.stride, 1, columns_of_panels((const real*)f.do_lanes + item * p.dv * LANES, p.dv), t.ds, LANES, n, LANES, p.dv, 1, false);
 #endif
     if (scored) {
         __builtin_memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
@@ -348,7 +354,7 @@ void kv_chunk(const Backward& f, i64 item, double* const* gradients) {
     const i64 first_row = schedule.rows * chunk / f.chunks, last_row = schedule.rows * (chunk + 1) / f.chunks;
     const i64 first_key = first_row * schedule.tile, keys = at_most(last_row * schedule.tile, p.n_kv) - first_key;
     const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
-    const i64 blocks_in_l2 = at_least(1, L2_BYTES / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
+    const i64 blocks_in_l2 = at_least(1, half_of_l2() / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
     KeyTile t = make_tile(p, keys);
 #ifdef MATRIX_UNIT
     const MatrixUnit unit;
@@ -407,7 +413,13 @@ extern "C" __attribute__((visibility("default"))) void tilewise_backward(const B
     const Problem& p = f->problem;
     const bool single_thread = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < SINGLE_THREAD_WORK;
     const i64 threads = single_thread ? 1 : p.threads;
+    __builtin_memset(f->dq_written, 0, (size_t)(f->chunks * p.batch * p.heads * f->blocks));
     p.run(preprocess_block, (void*)f, p.batch * p.heads * f->blocks, threads);
     p.run(kv_chunk_group, (void*)f, f->groups, threads);
     p.run(reduce_dq, (void*)f, p.batch * p.heads * f->blocks, threads);
+}
+
+extern "C" __attribute__((visibility("default"))) void tilewise_call_backward(const Backward* prepared, const BackwardCall* call) {
+    const Backward f = called(*prepared, *call);
+    tilewise_backward(&f);
 }

@@ -143,9 +143,9 @@ template <typename E> void decode_split(void* context, i64 item) {
         }
         if (copied) {
             const Rows<T> finite = has_nonfinite ? zero_nonfinite(v, n, p.dv, clean, dvp) : v;
-            product<T>(weights, KEYS, 1, finite.data, finite.stride, acc, dvp, rows, dvp, n, 1, true);
+            product<T>(weights, KEYS, 1, columns_of_rows(finite.data, finite.stride), acc, dvp, rows, dvp, n, 1, true);
         } else {
-            product<T>(weights, KEYS, 1, row_ptr<E>(p.value, b, hk, kv0), p.value.stride[2], acc, dvp, rows, dvp, n, 1, true);
+            product<T>(weights, KEYS, 1, columns_of_rows(row_ptr<E>(p.value, b, hk, kv0), p.value.stride[2]), acc, dvp, rows, dvp, n, 1, true);
         }
         if (has_nonfinite) add_attended_nonfinite<T>(final, KEYS, 1, v, acc, dvp, 1, rows, p.dv, n);
     }

@@ -6,19 +6,33 @@ typedef i32 ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef i64 longs __attribute__((vector_size(VECTOR_BYTES)));
 
 // x = n ln 2 + r: exp(x) = 2^n exp(r). Adding 1.5 * 2^23 + 127 leaves n + 127 in the low bits of the sum; shifted up, they are 2^n. Results below the
-// smallest normal number, x = -inf included, are replaced by 0; NaN stays NaN.
+// smallest normal number, x = -inf included, are replaced by 0; NaN stays NaN. The polynomial is 1 + r + r^2 q(r) with the least largest relative error,
+// 3e-9, for |r| <= ln 2 / 2.
+//
+// Several vectors at a time, step by step: every step waits for the one before, and a processor looks no further ahead than a few vectors.
+template <int N> INLINE void exponentials(vec<float> (&x)[N]) {
+    const vec<float> shift = broadcast(12583039.0f);
+    vec<float> r[N], p[N], power[N];
+#define EACH _Pragma("GCC unroll 8") for (int i = 0; i < N; i++)
+    EACH {
+        const vec<float> shifted = x[i] * broadcast(1.44269504f) + shift, n = shifted - shift;
+        r[i] = n * broadcast(2.12194440e-4f) + (n * broadcast(-0.693359375f) + x[i]);
+        power[i] = (vec<float>)((ints)shifted << 23);
+    }
+    EACH p[i] = broadcast(1.3814539e-3f) * r[i] + broadcast(8.3687454e-3f);
+    EACH p[i] = p[i] * r[i] + broadcast(4.1668389e-2f);
+    EACH p[i] = p[i] * r[i] + broadcast(1.6666521e-1f);
+    EACH p[i] = p[i] * r[i] + broadcast(4.9999994e-1f);
+    EACH p[i] = p[i] * r[i] + broadcast(1.0f);
+    EACH p[i] = p[i] * r[i] + broadcast(1.0f);
+    EACH x[i] = x[i] < broadcast(-87.33654f) ? vec<float>{} : p[i] * power[i];
+#undef EACH
+}
+
 INLINE vec<float> exponential(vec<float> x) {
-    const vec<float> shift = broadcast(12583039.0f), shifted = x * broadcast(1.44269504f) + shift, n = shifted - shift;
-    const vec<float> r = n * broadcast(2.12194440e-4f) + (n * broadcast(-0.693359375f) + x);
-    vec<float> p = broadcast(1.9875691500e-4f);
-    p = p * r + broadcast(1.3981999507e-3f);
-    p = p * r + broadcast(8.3334519073e-3f);
-    p = p * r + broadcast(4.1665795894e-2f);
-    p = p * r + broadcast(1.6666665459e-1f);
-    p = p * r + broadcast(5.0000001201e-1f);
-    p = p * r + broadcast(1.0f);
-    p = p * r + broadcast(1.0f);
-    return x < broadcast(-87.33654f) ? vec<float>{} : p * (vec<float>)((ints)shifted << 23);
+    vec<float> one[1] = {x};
+    exponentials(one);
+    return one[0];
 }
 
 INLINE vec<double> exponential(vec<double> x) {
@@ -39,4 +53,8 @@ INLINE vec<double> exponential(vec<double> x) {
     p = p * r + broadcast(1.0);
     p = p * r + broadcast(1.0);
     return x < broadcast(-708.39) ? vec<double>{} : p * (vec<double>)((longs)shifted << 52);
+}
+
+template <int N> INLINE void exponentials(vec<double> (&x)[N]) {
+    for (int i = 0; i < N; i++) x[i] = exponential(x[i]);
 }

@@ -17,7 +17,7 @@ namespace {
 constexpr real RESCALE_THRESHOLD = 8;  // rescale only when the max has grown by more than this, so weights stay below exp(8)
 
 struct QueryTile {  // the state of LANES queries
-    real* q;        // [d][LANES] Q^T, once `has_q`
+    real* q;        // [d][LANES] Q^T in panels, once `has_q`
     bool has_q;
     real* acc;      // [dv][LANES] O^T
     real* row_max;  // [LANES] the largest score so far
@@ -67,26 +67,42 @@ void rebase(QueryTile& t, i64 dv) {
 
 // Online softmax: turns scores into weights. The base is raised to the row max only once it is RESCALE_THRESHOLD behind, so that acc is seldom rescaled.
 void softmax_step(QueryTile& t, i64 n, i64 dv) {
+    constexpr int N = 2;  // vectors at a time: more do not fit 16 registers
+    constexpr i64 STRIDE = WIDTH<real>;
     i32 behind = 0;
-    for (i64 x = 0; x < LANES; x += WIDTH<real>) {
-        vec<real> row_max = load(t.row_max + x);
-        for (i64 j = 0; j < n; j++) {
-            const vec<real> s = load(t.scores + j * LANES + x);
-            row_max = s > row_max ? s : row_max;
-        }
-        store(t.row_max + x, row_max);
+    real* const scores = t.scores;
+    for (i64 x = 0; x < LANES; x += N * STRIDE) {
+        vec<real> row_max[N];
+        for (int i = 0; i < N; i++) row_max[i] = load(t.row_max + x + i * STRIDE);
+        for (i64 j = 0; j < n; j++)
+#pragma GCC unroll 2
+            for (int i = 0; i < N; i++) {
+                const vec<real> s = load(scores + j * LANES + x + i * STRIDE);
+                row_max[i] = s > row_max[i] ? s : row_max[i];
+            }
+        for (int i = 0; i < N; i++) store(t.row_max + x + i * STRIDE, row_max[i]);
     }
     for (i64 l = 0; l < LANES; l++) behind |= t.row_max[l] > t.base[l] + RESCALE_THRESHOLD;
     if (behind) rebase(t, dv);
-    for (i64 x = 0; x < LANES; x += WIDTH<real>) {
-        const vec<real> at = load(t.base + x), base = at == -INFINITE<real> ? vec<real>{} : at;
-        vec<real> sum{};
-        for (i64 j = 0; j < n; j++) {
-            const vec<real> weight = exponential(load(t.scores + j * LANES + x) - base);
-            store(t.scores + j * LANES + x, weight);
-            sum += weight;
+    for (i64 x = 0; x < LANES; x += N * STRIDE) {
+        vec<real> base[N], sum[N] = {};
+        for (int i = 0; i < N; i++) {
+            const vec<real> at = load(t.base + x + i * STRIDE);
+            base[i] = at == -INFINITE<real> ? vec<real>{} : at;
         }
-        store(t.total + x, load(t.total + x) + sum);
+        for (i64 j = 0; j < n; j++) {
+            real* row = scores + j * LANES + x;
+            vec<real> weight[N];
+#pragma GCC unroll 2
+            for (int i = 0; i < N; i++) weight[i] = load(row + i * STRIDE) - base[i];
+            exponentials(weight);
+#pragma GCC unroll 2
+            for (int i = 0; i < N; i++) {
+                store(row + i * STRIDE, weight[i]);
+                sum[i] += weight[i];
+            }
+        }
+        for (int i = 0; i < N; i++) store(t.total + x + i * STRIDE, load(t.total + x + i * STRIDE) + sum[i]);
     }
 }
 
@@ -102,7 +118,7 @@ void scores_to_weights(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64
 }
 
 void load_queries(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last) {
-    if (!t.has_q) transpose_rows(row_ptr<ELEMENT>(p.query, b, h, q0), p.query.stride[2], p.query.stride[3], q_last - q0 + 1, p.d, t.q);
+    if (!t.has_q) transpose_rows<BLOCK_COLUMNS<real>>(row_ptr<ELEMENT>(p.query, b, h, q0), p.query.stride[2], p.query.stride[3], q_last - q0 + 1, p.d, t.q);
     t.has_q = true;
 }
 
@@ -113,9 +129,9 @@ void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_la
     const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
     const bool has_nonfinite = (masked || p.score.by_query) && !all_finite(values, n, p.dv);
     const Rows<real> finite = has_nonfinite ? zero_nonfinite(values, n, p.dv, t.finite_values, p.dv) : values;
-    product<real>(keys.data, keys.stride, 1, t.q, LANES, t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
+    product<real>(keys.data, keys.stride, 1, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
     scores_to_weights(p, t, b, h, q0, q_last, kv0, n, masked, has_nonfinite);
-    product<real>(finite.data, 1, finite.stride, t.scores, LANES, t.acc, LANES, p.dv, LANES, n, 1, true);
+    product<real>(finite.data, 1, finite.stride, columns_of_rows((const real*)t.scores, LANES), t.acc, LANES, p.dv, LANES, n, 1, true);
     if (has_nonfinite) add_attended_nonfinite<real>(t.final, 1, LANES, values, t.acc, 1, LANES, LANES, p.dv, n);
 }
 
@@ -167,9 +183,9 @@ bool attend_panels(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_l
     const i64 block = f.packed.keys ? packed_block(p, b, h / (p.heads / p.kv_heads), kv0, n) : -1;
     if (block < 0 || !f.packed.finite[block]) return false;
     load_queries(p, t, b, h, q0, q_last);
-    product_of_panels((const real*)f.packed.keys + block * KEYS * p.d, t.q, LANES, t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
+    product_of_panels((const real*)f.packed.keys + block * KEYS * p.d, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
     scores_to_weights(p, t, b, h, q0, q_last, kv0, n, masked, false);
-    product_of_panels((const real*)f.packed.values + block * KEYS * p.dv, t.scores, LANES, t.acc, LANES, p.dv, LANES, n, (real)1, true);
+    product_of_panels((const real*)f.packed.values + block * KEYS * p.dv, columns_of_rows((const real*)t.scores, LANES), t.acc, LANES, p.dv, LANES, n, (real)1, true);
     return true;
 }
 
@@ -180,7 +196,7 @@ void pack_keys(void* context, i64 item) {
     const i64 n = at_most(KEYS, p.n_kv - kv0);
     scratch.reserve((size_t)(LANES * p.d + KEYS * p.dv) * sizeof(real) + 64);
     real* transposed = scratch.take<real>(LANES * p.d);
-    transpose_rows(row_ptr<ELEMENT>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, transposed);
+    transpose_rows<LANES>(row_ptr<ELEMENT>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, transposed);
     pack_panels(transposed, LANES, n, p.d, (real*)f.packed.keys + item * KEYS * p.d);
     const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, scratch.take<real>(KEYS * p.dv), p.dv);
     pack_panels(values.data, values.stride, p.dv, n, (real*)f.packed.values + item * KEYS * p.dv);
@@ -270,3 +286,13 @@ extern "C" __attribute__((visibility("default"))) void tilewise_forward(const Fo
 }
 
 extern "C" __attribute__((visibility("default"))) void tilewise_decode(const Forward* f) { decode<ELEMENT>(*f); }
+
+extern "C" __attribute__((visibility("default"))) void tilewise_call_forward(const Forward* prepared, const ForwardCall* call) {
+    const Forward f = called(*prepared, *call);
+    tilewise_forward(&f);
+}
+
+extern "C" __attribute__((visibility("default"))) void tilewise_call_decode(const Forward* prepared, const ForwardCall* call) {
+    const Forward f = called(*prepared, *call);
+    tilewise_decode(&f);
+}

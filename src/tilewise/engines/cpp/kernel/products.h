@@ -42,6 +42,18 @@ template <typename F> INLINE void in_blocks(i64 n_rows, F do_block) {
     next(Count<1>{});
 }
 
+template <typename T> constexpr i64 BLOCK_COLUMNS = BLOCK_VECTORS * WIDTH<T>;
+
+// B of a product: row k of the block of columns from x on lies at data + k * row + x * step.
+template <typename E> struct Columns {
+    const E* data;
+    i64 row, step;
+};
+template <typename E> INLINE Columns<E> columns_of_rows(const E* data, i64 row) { return {data, row, 1}; }
+// In panels, [columns / BLOCK_COLUMNS][n_k][BLOCK_COLUMNS]: what a block reads is one contiguous stream. In whole rows, 16 columns of 64 rows that are 256
+// bytes apart share a quarter of the first cache's sets.
+template <typename T> INLINE Columns<T> columns_of_panels(const T* data, i64 n_k) { return {data, BLOCK_COLUMNS<T>, n_k}; }
+
 template <typename T, int X, typename E>
 void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
     in_blocks(n_rows, [&](auto rows, i64 i) {
@@ -51,15 +63,14 @@ void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T
 
 // The same for n_columns columns, a multiple of the vector width.
 template <typename T, typename E = T>
-void product(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
-    constexpr int block_columns = BLOCK_VECTORS * WIDTH<T>;
+void product(const T* a, i64 a_row, i64 a_step, Columns<E> b, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
     i64 x = 0;
-    for (; x + block_columns <= n_columns; x += block_columns)
-        product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
-    for (; x < n_columns; x += WIDTH<T>) product_columns<T, 1>(a, a_row, a_step, b + x, b_row, c + x, c_row, n_rows, n_k, alpha, add);
+    for (; x + BLOCK_COLUMNS<T> <= n_columns; x += BLOCK_COLUMNS<T>)
+        product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b.data + x * b.step, b.row, c + x, c_row, n_rows, n_k, alpha, add);
+    for (; x < n_columns; x += WIDTH<T>) product_columns<T, 1>(a, a_row, a_step, b.data + x * b.step, b.row, c + x, c_row, n_rows, n_k, alpha, add);
 }
 
-// -- panels ------------------------------------------------------------------------------------------------------------
+// -- panels of A -------------------------------------------------------------------------------------------------------
 
 // Packs A[i][k] = from[k * step + i] in the order in which product_block reads it, [k][R] per block: one contiguous stream instead of R rows that are
 // far apart.
@@ -70,11 +81,11 @@ template <typename T> void pack_panels(const T* from, i64 step, i64 n_rows, i64 
     });
 }
 
-// A product whose A is packed in panels. n_columns is a multiple of BLOCK_VECTORS * WIDTH.
-template <typename T> void product_of_panels(const T* a, const T* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
-    for (i64 x = 0; x < n_columns; x += BLOCK_VECTORS * WIDTH<T>)
+// A product whose A is packed in panels. n_columns is a multiple of BLOCK_COLUMNS.
+template <typename T> void product_of_panels(const T* a, Columns<T> b, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
+    for (i64 x = 0; x < n_columns; x += BLOCK_COLUMNS<T>)
         in_blocks(n_rows, [&](auto rows, i64 i) {
             constexpr int R = decltype(rows)::value;
-            product_block<T, R, BLOCK_VECTORS>(a + i * n_k, 1, R, b + x, b_row, c + i * c_row + x, c_row, n_k, alpha, add);
+            product_block<T, R, BLOCK_VECTORS>(a + i * n_k, 1, R, b.data + x * b.step, b.row, c + i * c_row + x, c_row, n_k, alpha, add);
         });
 }

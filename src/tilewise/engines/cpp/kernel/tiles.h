@@ -4,6 +4,7 @@
 // transposed once for all its keys, and keys and values are read as stored.
 #pragma once
 #include <stdlib.h>
+#include <unistd.h>
 #include "arguments.h"
 #include "elements.h"
 #include "exponential.h"
@@ -19,6 +20,15 @@ template <typename T> constexpr T INFINITE = std::numeric_limits<T>::infinity();
 INLINE i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 at_least(i64 a, i64 b) { return a > b ? a : b; }
 INLINE i64 padded(i64 n, i64 to) { return (n + to - 1) / to * to; }
+
+// Bytes that are to stay in the L2 cache, beside what passes through it.
+inline i64 half_of_l2() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    static const i64 size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (size > 0) return size / 2;
+#endif
+    return 1 << 19;
+}
 
 // Per-thread scratch memory, reused across tiles and calls.
 class Scratch {
@@ -77,17 +87,19 @@ template <typename E, typename T> Rows<T> rows_of(const Tensor& t, i64 b, i64 h,
     return {to, width};
 }
 
-// to[d][lane] = row `lane`, feature d; zero in lanes without a row.
-template <typename E, typename T> void transpose_rows(const E* from, i64 row, i64 step, i64 count, i64 n, T* to) {
+// to[d][lane] = row `lane`, feature d; zero in lanes without a row. In panels of C lanes: [LANES / C][n][C].
+template <i64 C, typename E, typename T> void transpose_rows(const E* from, i64 row, i64 step, i64 count, i64 n, T* to) {
+    static_assert(LANES % C == 0 && C % SIDE == 0);
     for (i64 l0 = 0; l0 < LANES; l0 += SIDE)
         for (i64 d0 = 0; d0 < n; d0 += SIDE) {
             const i64 rows = at_most(at_least(count - l0, 0), SIDE), columns = at_most(n - d0, SIDE);
+            T* target = to + l0 / C * n * C + d0 * C + l0 % C;
             T square[SIDE * SIDE];
             if (rows == SIDE && columns == SIDE && step == 1) {
                 for (i64 l = 0; l < SIDE; l++)
                     for (i64 d = 0; d < SIDE; d++) square[l * SIDE + d] = widen(from[(l0 + l) * row + d0 + d]);
                 if constexpr (sizeof(T) == sizeof(u32)) {
-                    transpose_square((const u32*)square, SIDE, (u32*)to + d0 * LANES + l0, LANES);
+                    transpose_square((const u32*)square, SIDE, (u32*)target, C);
                     continue;
                 }
             } else {
@@ -95,7 +107,7 @@ template <typename E, typename T> void transpose_rows(const E* from, i64 row, i6
                     for (i64 d = 0; d < columns; d++) square[l * SIDE + d] = widen(from[(l0 + l) * row + (d0 + d) * step]);
             }
             for (i64 d = 0; d < columns; d++)
-                for (i64 l = 0; l < SIDE; l++) to[(d0 + d) * LANES + l0 + l] = l < rows ? square[l * SIDE + d] : (T)0;
+                for (i64 l = 0; l < SIDE; l++) target[d * C + l] = l < rows ? square[l * SIDE + d] : (T)0;
         }
 }
 

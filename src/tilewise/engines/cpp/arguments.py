@@ -1,0 +1,55 @@
+"""The kernels' structs (kernel/arguments.h), packed: what is the same in calls that are alike, and what differs from call to call."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.core.problem import Problem
+from tilewise.engines.cpp import threads
+from tilewise.engines.cpp.mods import mask_unit, program_arguments, score_unit
+from tilewise.engines.cpp.tile_schedule import TileSchedule
+from tilewise.engines.dropout import keep_scale, threshold
+
+# Every field has 8 bytes.
+TENSOR = "5q"
+PROBLEM = f"=9q{3 * TENSOR}12q12qqdd2q"
+FORWARD, FORWARD_CALL = f"{PROBLEM}{TENSOR}7q", "=13q"
+BACKWARD, BACKWARD_CALL = f"{PROBLEM}{2 * TENSOR}22q", "=21q"
+
+
+def problem_values(p: Problem, schedule: TileSchedule) -> tuple[list[Any], Any]:
+    """The kernel's `Problem` as numbers, and the objects it points into, which must outlive the call. What is 0 here is set for every call: threads, the
+    addresses of tensors, the seed."""
+    mask, score = program_arguments(p.mask, mask_unit(p)), program_arguments(p.score, score_unit(p))
+    values = [
+        threads.pool(),
+        0,
+        p.batch,
+        p.heads,
+        p.kv_heads,
+        p.q_len,
+        p.kv_len,
+        p.head_dim,
+        p.v_dim,
+        *laid_out(p.query),
+        *laid_out(p.key),
+        *laid_out(p.value),
+        *schedule.values,
+        *mask.values,
+        *score.values,
+        0,
+        float(p.scale),
+        keep_scale(p.dropout_p) if p.dropout_p > 0 else 1.0,
+        threshold(p.dropout_p),
+        0,
+    ]
+    return values, (mask, score, schedule)
+
+
+def laid_out(t: Tensor) -> tuple[int, ...]:
+    """The kernel's `Tensor`, without its address."""
+    return (0, *t.stride())
+
+
+def address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()

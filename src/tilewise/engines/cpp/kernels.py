@@ -1,0 +1,37 @@
+"""The libraries of the engine's own kernels, and how they are called."""
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tilewise.engines.cpp import matrix_unit
+from tilewise.engines.cpp.compiler import FOR_KERNELS
+from tilewise.engines.cpp.libraries import Unit, library_of
+
+ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
+
+Kernel = Callable[[bytes, bytes], None]  # takes what is prepared and what differs from call to call, both packed (arguments.py)
+
+
+def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
+    """The library of a kernel: "forward" (which includes decode) or "backward"."""
+    matrix_unit_flags = ("-DMATRIX_UNIT",) if uses_matrix_unit(dtype) else ()
+    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *matrix_unit_flags))
+
+
+def uses_matrix_unit(dtype: torch.dtype) -> bool:
+    """Whether products run on the processor's matrix unit (AMX)."""
+    return dtype == torch.bfloat16 and matrix_unit.usable()
+
+
+@lru_cache(maxsize=16)
+def kernel(name: str, dtype: torch.dtype) -> Kernel:
+    """ "forward", "decode" or "backward"."""
+    unit = kernel_unit("backward" if name == "backward" else "forward", dtype)
+    function: Any = library_of(unit, unit.source).function(f"tilewise_call_{name}")
+    function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_char_p), None
+    found: Kernel = function
+    return found
