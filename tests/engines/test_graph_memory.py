@@ -57,12 +57,13 @@ def test_results_are_copied_as_they_lie() -> None:
 def stream(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(graph_memory, "current_stream", lambda device: 7)
     monkeypatch.setattr(graph_memory, "is_capturing", lambda stream: False)
+    monkeypatch.setattr(graph_memory, "GpuPlan", lambda p: SimpleNamespace())
     return 7
 
 
 def on_gpu(given: Problem) -> Any:
     """The problem, as if it were on a GPU."""
-    return SimpleNamespace(device=torch.device("cuda", 0), mask=given.mask, sinks=None, dropout_p=0)
+    return SimpleNamespace(device=torch.device("cuda", 0), mask=given.mask)
 
 
 @pytest.mark.parametrize("used", [7, 8])

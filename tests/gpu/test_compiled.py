@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import tilewise as tw
 from tilewise import masks, scores
-from tilewise.engines.gpu.engine import GpuEngine
+from tilewise.engines import torch_op
 
 LENGTH, HEADS = 256, 2
 
@@ -99,16 +99,15 @@ def test_a_learned_table_beside_cuda_graphs() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls of operators that reach an engine: a replay makes none."""
+    """The recipes of the operators that run: a replay of a graph runs none."""
     found: list[str] = []
-    for name in ("forward", "backward"):
-        original = getattr(GpuEngine, name)
+    original = torch_op.unpacked
 
-        def counted(self: GpuEngine, *args: Any, name: str = name, original: Any = original) -> Any:
-            found.append(name)
-            return original(self, *args)
+    def counted(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, ints: list[int]) -> Any:
+        found.append(recipe)
+        return original(query, key, value, others, recipe, ints)
 
-        monkeypatch.setattr(GpuEngine, name, counted)
+    monkeypatch.setattr(torch_op, "unpacked", counted)
     return found
 
 
