@@ -55,8 +55,9 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
-        flat, output = list(ctx.others), ctx.saved_tensors[-3:]
-        for k, tensor in zip(ctx.places, ctx.saved_tensors, strict=False):
+        flat, saved = list(ctx.others), ctx.saved_tensors  # once: activation checkpointing allows no more
+        output = saved[-3:]
+        for k, tensor in zip(ctx.places, saved, strict=False):
             flat[k] = tensor
         inputs, needed = (tree_unflatten(values, ctx.form) for values in (flat, ctx.needs_input_grad[1:]))
         wanted = [k for k, need in enumerate(needed[SCORE_CAPTURES]) if need]
