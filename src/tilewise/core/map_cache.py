@@ -6,7 +6,7 @@ A map depends on its mask's program and numbers, on the sizes of the problem, an
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tilewise.errors import MisuseError
 from tilewise.lang import BoundProgram
 from tilewise.tiles import Geometry, Look, Runs, TileMap, from_call
 
+Value = TypeVar("Value")
 MAX_MAPS = 64
 MAX_BYTES = 2**30
 
@@ -110,6 +111,17 @@ class MapCache:
 def _recut(given: TileMap, tile: tuple[int, int]) -> TileMap:
     refuse_capture(given.device)
     return given.recut(tile)
+
+
+def remembered(tile_map: TileMap, name: str, make: Callable[[], Value]) -> Value:
+    """What an engine makes from a map, made once and kept with it. A given map is made of its owner's tensors, which may be changed in place: then it is made
+    again."""
+    contents = contents_key(tile_map.tensors) if tile_map.given else ()
+    found = tile_map.derived.get(name)
+    if found is None or contents is None or found[0] != contents:
+        found = tile_map.derived[name] = contents, make()
+    made: Value = found[1]
+    return made
 
 
 def refuse_capture(device: torch.device) -> None:

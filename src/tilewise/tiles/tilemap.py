@@ -1,9 +1,8 @@
 """The tile map: which tiles of the score matrix are empty, partial (the mask decides inside) or full."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from tilewise.tiles.runs import Runs, from_entries, from_sets
 # Up to so many tiles, transposing a dense matrix (few operations) is faster than transposing runs (little work). On a CPU: as many as
 # torch handles on one thread.
 DENSE_ON_CPU, DENSE_ON_GPU = 2**14, 2**22
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,7 +33,7 @@ class TileMap:
     mask: BoundProgram | None = None
     name: str = "mask"
     given: bool = False
-    derived: dict[str, Any] = field(default_factory=dict)  # cached by engines: what they computed from this map
+    derived: dict[str, Any] = field(default_factory=dict)  # what engines made from this map (core/map_cache.remembered)
 
     def __post_init__(self) -> None:
         if self.mask is None:
@@ -48,13 +45,6 @@ class TileMap:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle of the map holds: all but what engines made of it."""
         return vars(self) | {"derived": {}}
-
-    def remember(self, name: str, make: Callable[[], Value]) -> Value:
-        """The value of `make`, computed once and cached with the map."""
-        if name not in self.derived:
-            self.derived[name] = make()
-        found: Value = self.derived[name]
-        return found
 
     # -- what it covers ----------------------------------------------------------------------------------------------
 

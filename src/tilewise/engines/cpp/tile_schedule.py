@@ -1,12 +1,11 @@
 """Tile schedules: in which order the C++ kernels take the rows of a tile map, and which tiles each row visits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilewise.core.map_cache import contents_key, map_of
+from tilewise.core.map_cache import map_of, remembered
 from tilewise.core.problem import Problem
 from tilewise.memory import resolved
 from tilewise.tiles import Geometry, Runs, TileMap
@@ -31,7 +30,9 @@ def query_schedule(p: Problem) -> TileSchedule:
     tile_map = map_of(p, (LANES, KEYS))
     if tile_map is None:
         return _dense_schedule(p.q_len, LANES, KEYS)
-    return _remembered(tile_map, "query", lambda: _sparse_schedule(tile_map, tile_map.partial, tile_map.full, tile_map.geometry.q_tiles, tile_map.tile))
+    return remembered(
+        tile_map, "cpp query schedule", lambda: _sparse_schedule(tile_map, tile_map.partial, tile_map.full, tile_map.geometry.q_tiles, tile_map.tile)
+    )
 
 
 def key_schedule(p: Problem) -> TileSchedule:
@@ -39,18 +40,7 @@ def key_schedule(p: Problem) -> TileSchedule:
     tile_map = map_of(p, (LANES, KEYS))
     if tile_map is None:
         return _dense_schedule(p.kv_len, KEYS, LANES)
-    return _remembered(tile_map, "key", lambda: _sparse_schedule(tile_map, *tile_map.transpose(), tile_map.geometry.kv_tiles, tile_map.tile[::-1]))
-
-
-def _remembered(tile_map: TileMap, axis: str, make: Callable[[], TileSchedule]) -> TileSchedule:
-    """Made once for a map. One that was given is made of the user's tensors, which may be changed in place: then it is made again."""
-    contents = contents_key(tile_map.tensors) if tile_map.given else ()
-    name = f"cpp {axis} schedule"
-    made_from, schedule = tile_map.remember(name, lambda: (contents, make()))
-    if contents is None or made_from != contents:
-        schedule = make()
-        tile_map.derived[name] = contents, schedule
-    return schedule
+    return remembered(tile_map, "cpp key schedule", lambda: _sparse_schedule(tile_map, *tile_map.transpose(), tile_map.geometry.kv_tiles, tile_map.tile[::-1]))
 
 
 def _dense_schedule(length: int, tile: int, other_tile: int) -> TileSchedule:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.map_cache import maps, publish
+from tilewise.core.map_cache import maps, publish, remembered
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.config import BackwardConfig, ForwardConfig, forward_config
 from tilewise.engines.gluon.mask_bits import pack_mask_bits_launch
@@ -87,7 +87,7 @@ def too_many_mask_bits(p: Problem) -> bool:
         return False
     axis = query_axis(forward_config(p))
     tile_map = axis.tile_map(in_strips(p))
-    return tile_map is not None and tile_map.remember("partial tiles", tile_map.partial.total) * axis.rows * ROW_BYTES > MAX_BYTES
+    return tile_map is not None and remembered(tile_map, "partial tiles", tile_map.partial.total) * axis.rows * ROW_BYTES > MAX_BYTES
 
 
 def hopper_schedule(p: Problem, axis: MapAxis) -> HopperSchedule:
@@ -102,7 +102,7 @@ def hopper_schedule(p: Problem, axis: MapAxis) -> HopperSchedule:
     tile_map = axis.tile_map(p)
     if tile_map is None or mask_within_given_tiles(p):  # given tiles are not remembered together with what their mask's tensors hold
         return _with_mask_bits(p, axis, tiles)
-    return tile_map.remember(f"hopper {axis}", lambda: _with_mask_bits(p, axis, tiles))
+    return remembered(tile_map, f"hopper {axis}", lambda: _with_mask_bits(p, axis, tiles))
 
 
 def _with_mask_bits(p: Problem, axis: MapAxis, tiles: TileSchedule) -> HopperSchedule:

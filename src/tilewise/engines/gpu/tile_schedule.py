@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.core.map_cache import publish
+from tilewise.core.map_cache import publish, remembered
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu.device_map import DeviceMap, Tables, device_maps, is_made_on_device
 from tilewise.engines.gpu.tile_classifier import kernel_map
@@ -38,7 +38,7 @@ def query_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
         cut = g.kv_len % g.tile[1] != 0
         return _kernel_tiles(*with_cut_tiles(tile_map.full, g.kv_tiles, cut), tile_map.partial, g.q_tiles, g)
 
-    return tile_map.remember("query schedule", make)
+    return remembered(tile_map, "query schedule", make)
 
 
 def key_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
@@ -57,7 +57,7 @@ def key_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
         partial, full = tile_map.transpose()
         return _kernel_tiles(*with_cut_tiles(full, g.q_tiles, cut), partial, g.kv_tiles, g)
 
-    return tile_map.remember("key schedule", make)
+    return remembered(tile_map, "key schedule", make)
 
 
 def _made_on_device(p: Problem, tile: tuple[int, int], by_keys: bool) -> TileSchedule:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.map_cache import remembered
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
 from tilewise.engines.base import EmptyOutputs, attend_nothing, sinks_gradient
@@ -279,7 +280,7 @@ def fwd_role(p: Problem) -> str:
     small = table_config("sparse_fwd", p)
     tile_map = kernel_map(p, (small.m, small.n))
     assert tile_map is not None
-    computed: float = tile_map.remember("computed", lambda: 1.0 - tile_map.sparsity)
+    computed: float = remembered(tile_map, "computed", lambda: 1.0 - tile_map.sparsity)
     return "sparse_fwd" if computed < SPARSE else "fwd"
 
 

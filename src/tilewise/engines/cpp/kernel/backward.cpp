@@ -354,7 +354,7 @@ void kv_chunk(const Backward& f, i64 item, double* const* gradients) {
     const i64 first_row = schedule.rows * chunk / f.chunks, last_row = schedule.rows * (chunk + 1) / f.chunks;
     const i64 first_key = first_row * schedule.tile, keys = at_most(last_row * schedule.tile, p.n_kv) - first_key;
     const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
-    const i64 blocks_in_l2 = at_least(1, half_of_l2() / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
+    const i64 blocks_in_l2 = at_least(1, l2_bytes() / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
     KeyTile t = make_tile(p, keys);
 #ifdef MATRIX_UNIT
     const MatrixUnit unit;

@@ -154,7 +154,7 @@ template <typename E> void decode_split(void* context, i64 item) {
     if (keys_whole && in_pairs<E>(dp))
         for (i64 r = 0; r < rows; r++) order_in_pairs(query + r * dp, dp);
     // Fetching early pays once most comes from memory: 10 to 20 % less time for 16 MiB, 5 % more for 2 MiB (measured with 1 MiB of L2).
-    const bool far = values_whole && p.d == p.dv && p.batch * p.kv_heads * p.n_kv * (p.d + p.dv) * (i64)sizeof(E) > 8 * half_of_l2();
+    const bool far = values_whole && p.d == p.dv && p.batch * p.kv_heads * p.n_kv * (p.d + p.dv) * (i64)sizeof(E) > 4 * l2_bytes();
     for (i64 kv0 = split * split_keys; kv0 < end; kv0 += KEYS) {
         const i64 n = at_most(KEYS, end - kv0);
         const bool copied = !values_whole || (selective && !rows_are_finite<E>(p.value, b, hk, kv0, n, p.dv));

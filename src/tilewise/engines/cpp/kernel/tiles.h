@@ -21,13 +21,13 @@ INLINE i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 at_least(i64 a, i64 b) { return a > b ? a : b; }
 INLINE i64 padded(i64 n, i64 to) { return (n + to - 1) / to * to; }
 
-// Bytes that are to stay in the L2 cache, beside what passes through it.
-inline i64 half_of_l2() {
+// Bytes of a core's L2 cache.
+inline i64 l2_bytes() {
 #ifdef _SC_LEVEL2_CACHE_SIZE
     static const i64 size = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    if (size > 0) return size / 2;
+    if (size > 0) return size;
 #endif
-    return 1 << 19;
+    return 1 << 20;
 }
 
 // Per-thread scratch memory, reused across tiles and calls.
