@@ -347,7 +347,7 @@ def splits(args: argparse.Namespace) -> list[list[str]]:
         p = make_problem(*sets[0], None, None, Options(enable_gqa=True))[0]
         cells = [f"B{batch} KV {length}", str(run.split_count(p))]
         for count in [n for n in tried if 64 * n <= length]:
-            ready = run.DecodeWhole(p) if count == 1 else run.Decode(p, count)
+            ready = (run.DecodeWhole(p) if count == 1 else run.Decode(p, count)).bind(p)
 
             def call(ready: Any = ready, sets: Any = sets, turns: Any = turns) -> Any:
                 return ready.run(*sets[next(turns) % len(sets)], None, None)

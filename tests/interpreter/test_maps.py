@@ -12,7 +12,8 @@ from tests.support.brute import check_map, dense_mask
 from tests.support.looked_maps import looked_map
 from tests.tiles.test_build import BATCH, CASES, HEADS
 from tests.tiles.test_properties import Expression, random_masks
-from tilewise.tiles import build
+from tilewise.tiles import Geometry, TileMap, build
+from tilewise.tiles.runs import from_dense
 
 WAYS = {"every tile": build.SEEN_WHOLE, "those that bounds leave open": 0}  # mask elements of which every tile is looked into
 
@@ -52,3 +53,21 @@ def test_a_loaded_map_attends_as_the_saved_one(queries: int, tmp_path: Path) -> 
     x = torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
     found = tw.attention(x[:, :, :queries], x, x, mask=tw.TileMap.load(tmp_path / "map"), backend="triton")
     torch.testing.assert_close(found, tw.attention(x[:, :, :queries], x, x, mask=tile_map, backend="reference"))
+
+
+@pytest.mark.parametrize("tile", [(32, 32), (64, 64)], ids=["kernel tiles", "larger tiles"])
+def test_a_given_map_changed_in_place(tile: tuple[int, int]) -> None:
+    """Its schedules are made again, in both passes."""
+    x = [torch.randn(1, 2, 128, 16, requires_grad=True) for _ in range(3)]
+    size = 128 // tile[0]
+    tiles = torch.eye(size, dtype=torch.bool)
+    given_map = TileMap(Geometry(1, 1, 128, 128, tile), from_dense(tiles & False), from_dense(tiles), None, given=True)
+    seen = []
+    for column in (0, size - 1):
+        given_map.full.start[0] = column  # the first row's only tile
+        found, expected = (tw.attention(*x, mask=given_map, backend=backend) for backend in ("triton", "reference"))
+        gradients = [torch.autograd.grad(out.square().sum(), x) for out in (found, expected)]
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*gradients)
+        seen.append(found)
+    assert not torch.equal(*seen)
