@@ -20,6 +20,7 @@ class TracedMask(BlockMask):
         self.mask = mask
         self.config = config
         self.is_used = False  # by an attention call
+        self.is_compiled = torch.compiler.is_compiling()  # made within the graph that uses it
         self._shape = torch.Size(shape)
         if mask is not None:
             _unused.add(self)
@@ -28,7 +29,8 @@ class TracedMask(BlockMask):
         """The mask, for an attention call: from now on it counts as used."""
         if not self.is_used:
             self.is_used = True
-            if not torch.compiler.is_compiling():  # it would compile a decoding step again for every number of masks there are
+            # A graph that uses a mask made outside would be compiled again for every number of masks there are. One that makes it must leave none behind.
+            if self.is_compiled or not torch.compiler.is_compiling():
                 _unused.discard(self)
         return self.mask
 
