@@ -9,7 +9,7 @@ from torch._C import _get_tracing_state as jit_trace
 from torch.autograd import forward_ad
 
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Options, Problem, check_scale, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
+from tilewise.core.problem import Options, Problem, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.core.recording import unrecorded
 from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, transformed
 from tilewise.errors import BackendError, InputError
@@ -95,8 +95,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
             "attention cannot be recorded by torch.jit.trace (nor by torch.onnx.export with dynamo=False): the trace would keep one call's numbers and none "
             "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
         )
-    if options.scale is not None and type(options.scale) is not float:  # it is part of the key
-        options = options._replace(scale=check_scale(options.scale))
+    options = options.of_plain_values()
     name, source = requested_backend(backend)
     call_key = key_of(query, key, value, mask, score, options, name, needs_lse)
     cached = call_cache.find(call_key)

@@ -10,9 +10,13 @@ import torch
 
 import tilewise as tw
 from tilewise import masks, scores
+from tilewise.core import problem
 from tilewise.errors import TilewiseError
 from tilewise.flex import flex_attention
+from tilewise.frontend.dispatch import observers
 from tilewise.functional import scaled_dot_product_attention
+from tilewise.tiles import Geometry, TileMap
+from tilewise.tiles.runs import from_dense
 
 X = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
 META = X.to("meta")
@@ -106,3 +110,55 @@ def test_one_of_another_kind_is_refused(tensor: torch.Tensor) -> None:
     if not tensor.is_meta:
         with pytest.raises(tw.InputError, match="allowed are float16, bfloat16, float32 and float64"):
             tw.attention(tensor, tensor, tensor)
+
+
+def test_another_default_device_does_not_move_the_engines_memory() -> None:
+    """The C++ engine wrote to memory that was none."""
+    x = [torch.randn(1, 2, 24, 8, requires_grad=True) for _ in range(3)]
+    expected = tw.attention(*x, backend="reference", is_causal=True)
+    with torch.device("meta"):
+        for _ in range(2):
+            found = tw.attention(*x, backend="cpp", is_causal=True)
+            gradients = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), x))
+
+
+@pytest.mark.parametrize("backend", ["blocked", "cpp"])
+def test_a_given_map_changed_before_the_backward_is_an_error(backend: str) -> None:
+    x = [torch.randn(1, 2, 128, 8, requires_grad=True) for _ in range(3)]
+    tiles = torch.eye(2, dtype=torch.bool)
+    given = TileMap(Geometry(1, 1, 128, 128, (64, 64)), from_dense(tiles & False), from_dense(tiles), None, given=True)
+    out = tw.attention(*x, mask=given, backend=backend)
+    given.full.start[0] = 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_options_that_are_tensors_are_read_in_every_call() -> None:
+    x = [torch.randn(1, 2, 64, 8) for _ in range(3)]
+    p, causal = torch.tensor(0.0), torch.tensor(False)
+    call = lambda: tw.attention(*x, dropout_p=p, is_causal=causal, seed=1, backend="blocked")
+    for probability, is_causal in ((0.0, False), (0.5, False), (0.0, True)):
+        p.fill_(probability)
+        causal.fill_(is_causal)
+        assert torch.equal(call(), tw.attention(*x, dropout_p=probability, is_causal=is_causal, seed=1, backend="blocked"))
+    assert torch.equal(tw.attention(*x, dropout_p=np.array(0.0), is_causal=np.bool_(True), backend="blocked"), call())
+
+
+def test_a_map_whose_masks_tensors_had_to_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map may be on the query's device and its mask's tensors on another: every call moves them. The move is imitated by a copy."""
+    ids = torch.arange(256) // 40
+    tiles = tw.tile_map(masks.document(ids), q_len=256, kv_len=256)
+    moved = problem.moved
+    monkeypatch.setattr(problem, "moved", lambda t, device, name: t.clone() if "captures" in name else moved(t, device, name))
+    x = torch.randn(1, 2, 256, 8)
+    bound: list[bool] = []
+    watch = lambda served: bound.append(served.problem.mask.captures[0] is ids)
+    observers.append(watch)
+    try:
+        for _ in range(3):
+            tw.attention(x, x, x, mask=tiles, backend="blocked")
+    finally:
+        observers.remove(watch)
+    assert bound == [False] * 3

@@ -4,6 +4,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -387,3 +388,16 @@ def test_nested_layers_share_a_map(made: list[int]) -> None:
     for _ in range(3):
         q = tw.attention(q, q, q, layout="bshd", is_causal=True, backend="blocked")
     assert maps.built - before == 1 and len(made) == 1
+
+
+def test_offsets_changed_past_the_version_counter() -> None:
+    """As numpy and collectives of torch.distributed do."""
+    memory = np.array([0, 10, 32], dtype=np.int32)
+    given = torch.from_numpy(memory)
+    x = torch.randn(32, 2, 8)
+    for first in (10, 25):
+        memory[1] = first
+        assert torch.equal(tw.varlen_attention(x, x, x, given), tw.varlen_attention(x, x, x, given.clone()))
+    memory[1] = 40
+    with pytest.raises(tw.TilewiseError, match="never decrease"):
+        tw.varlen_attention(x, x, x, given)

@@ -7,6 +7,7 @@ import torch
 
 import tilewise as tw
 from tilewise import scores
+from tilewise.engines.gpu import structure
 from tilewise.engines.triton import run
 from tilewise.frontend import call_cache
 from tilewise.integrations.step_masks import Sight, mask_of
@@ -41,6 +42,7 @@ def forms(batch: int, keys: int, generator: torch.Generator) -> dict[str, dict[s
 def test_kernels(batch: int, keys: int, dim: int, splits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if splits is not None:
         monkeypatch.setattr(run, "split_count", lambda p: splits)
+        monkeypatch.setattr(structure, "_prepared", {})
     generator = torch.Generator().manual_seed(keys)
     query, key, value = (torch.randn(batch, h, n, dim, generator=generator).bfloat16().to(DEVICE) for h, n in ((8, 1), (2, keys), (2, keys)))
     for options in forms(batch, keys, generator).values():

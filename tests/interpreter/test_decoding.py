@@ -8,14 +8,17 @@ import torch
 
 import tilewise as tw
 from tilewise import masks, scores
+from tilewise.engines.gpu import structure
 from tilewise.engines.triton import run
 from tilewise.frontend import call_cache
 from tilewise.integrations.step_masks import Sight, mask_of
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> None:
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes would have the splits of the test before."""
     call_cache.forget()
+    monkeypatch.setattr(structure, "_prepared", {})
 
 
 def drawn(seed: int) -> tuple[list[torch.Tensor], dict[str, Any]]:

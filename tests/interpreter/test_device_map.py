@@ -21,6 +21,7 @@ from tilewise.engines.gluon import NO_GLUON
 from tilewise.engines.gpu import device_map, plan, tile_schedule
 from tilewise.engines.gpu.device_map import device_maps, is_made_on_device
 from tilewise.engines.gpu.plan import GpuPlan
+from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.tiles import EMPTY, FULL, PARTIAL
 
@@ -260,13 +261,13 @@ def test_a_pass_is_prepared_again_elsewhere_if_its_schedule_is_made_on_the_devic
     under_way = 0
     monkeypatch.setattr(plan, "capture_id", lambda stream: 0)
     monkeypatch.setattr(plan, where, lambda _: under_way)
-    outside = made.prepared("forward", p, object)
-    assert made.prepared("forward", p, object) is outside
+    outside = made.prepared("forward", p, "test", Pass)
+    assert made.prepared("forward", p, "test", Pass) is outside
     under_way = 7
-    inside = made.prepared("forward", p, object)
-    assert (inside is outside) == (kind != "documents") and made.prepared("forward", p, object) is inside
+    inside = made.prepared("forward", p, "test", Pass)
+    assert (inside is outside) == (kind != "documents") and made.prepared("forward", p, "test", Pass) is inside
     under_way = 0
-    assert made.prepared("forward", p, object) is not inside or kind != "documents"
+    assert made.prepared("forward", p, "test", Pass) is not inside or kind != "documents"
 
 
 @pytest.mark.parametrize(

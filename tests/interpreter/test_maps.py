@@ -71,3 +71,16 @@ def test_a_given_map_changed_in_place(tile: tuple[int, int]) -> None:
         torch.testing.assert_close(*gradients)
         seen.append(found)
     assert not torch.equal(*seen)
+
+
+def test_the_backward_of_decoding_follows_its_mask() -> None:
+    """A forward of one query asks the mask itself; its backward has a tile schedule, which is made again."""
+    lengths = torch.tensor([40, 200])
+    query, key, value = (torch.randn(2, 2, n, 16, requires_grad=True) for n in (1, 256, 256))
+    mask = lambda b, h, q, kv: kv < lengths[b]
+    for changed in (lengths.clone(), torch.tensor([250, 3])):
+        lengths.copy_(changed)
+        found, expected = (tw.attention(query, key, value, mask=mask, backend=backend) for backend in ("triton", "reference"))
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(out.square().sum(), (query, key, value)) for out in (found, expected)]
+        torch.testing.assert_close(*gradients)

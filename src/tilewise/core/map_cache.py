@@ -33,7 +33,8 @@ def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
 
     Identity, and `_version`, which torch raises with every change in place, would do if nobody assigned to `.data`: that swaps a tensor's memory, shape,
     strides, dtype or its flag for "negated" behind both, so these are part of the key. Addresses get reused, so the memory is known by a weak reference to
-    its storage, which equals another only if both are of one that lives. What writes through a pointer of its own (numpy, DLPack) is not seen: docs/masks.md.
+    its storage, which equals another only if both are of one that lives. What writes through a pointer of its own (numpy, DLPack,
+    torch.distributed) is not seen: docs/masks.md.
     Ids get reused: caches that outlive the tensors check identity too (weak_cache.py).
 
     Inference tensors have no version. A Parameter may be given another one's version with its memory by torch.utils.swap_tensors, which `Module.to` and

@@ -157,6 +157,20 @@ class Options(NamedTuple):
     deterministic: bool | None = None
     seed: int | Tensor | None = None
 
+    def of_plain_values(self) -> "Options":
+        """The same with numbers and truth values of Python's own: they are part of a key, and a tensor or an array may change. Symbols stay."""
+        plain = self
+        if plain.scale is not None and type(plain.scale) is not float:
+            plain = plain._replace(scale=check_scale(plain.scale))
+        if torch.compiler.is_compiling():
+            return plain
+        if type(plain.dropout_p) is not float and type(plain.dropout_p) is not int:
+            plain = plain._replace(dropout_p=check_dropout(plain.dropout_p))
+        if type(plain.is_causal) is not bool or type(plain.enable_gqa) is not bool or type(plain.deterministic) not in (bool, type(None)):
+            given = plain.deterministic
+            plain = plain._replace(is_causal=bool(plain.is_causal), enable_gqa=bool(plain.enable_gqa), deterministic=None if given is None else bool(given))
+        return plain
+
     def without_causal(self) -> "Options":
         return self._replace(is_causal=False)
 

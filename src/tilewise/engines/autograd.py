@@ -36,8 +36,7 @@ class _Attention(torch.autograd.Function):
         output = forward_of(engine, problem, plan)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output.max_score)
-        mask, score = problem.mask, problem.score
-        watched = () if mask is None else mask.captures
+        score, watched = problem.score, problem.mask_sources
         if problem.seed is not None:
             watched = (*watched, problem.seed)
         bare = problem.replaced(query=NOTHING, key=NOTHING, value=NOTHING, sinks=None, score=None)  # its tensors are saved below

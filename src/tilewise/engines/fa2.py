@@ -55,6 +55,8 @@ class Fa2Engine(Engine):
             return f"Query, key, and value must be on a CUDA device, got {p.device}"
         if not torch.backends.cuda.is_flash_attention_available():
             return "this torch was built without its flash kernels"
+        if not torch.backends.cuda.flash_sdp_enabled():
+            return "torch's flash kernels are switched off (torch.backends.cuda.enable_flash_sdp, torch.nn.attention.sdpa_kernel)"
         capability = torch.cuda.get_device_capability(p.device)
         if capability < OLDEST_GPU:
             return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"

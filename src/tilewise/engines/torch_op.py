@@ -19,6 +19,7 @@ from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, like_query
 from tilewise.engines.operator_plans import plan_of
 from tilewise.engines.registry import engine_named
+from tilewise.errors import BackendError
 from tilewise.lang import BoundProgram, parse
 from tilewise.tiles import Geometry, Runs, TileMap, trimmed
 
@@ -186,13 +187,25 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _refuse_gradient(args)
     engine, problem = unpacked(*args)
     return forward_of(engine, problem, plan_of(engine, problem, args[4]))
 
 
 def forward_in_graphs(*args: Any) -> Any:
+    _refuse_gradient(args)
     engine, problem = unpacked(*args)
     return engine.run_in_graphs(problem, lambda plan: forward_of(engine, problem, plan or plan_of(engine, problem, args[4])))
+
+
+def _refuse_gradient(args: tuple[Any, ...]) -> None:
+    """Compiled code and autograd functions call the operators of the passes with gradients off. Whoever else does so has a graph in which attention has lost
+    its derivative."""
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (*args[:3], *args[3])]):
+        raise BackendError(
+            "this graph was decomposed into passes of attention that have no derivative of their own: trace it without decompositions "
+            "(run_decompositions({}) after torch.export), or run it under torch.no_grad()"
+        )
 
 
 def forward_of(engine: Engine, problem: Problem, plan: Plan) -> Output:

@@ -94,7 +94,7 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
     programs = [c for c in (problem.mask, problem.score) if c is not None]
     captures = [t for c in programs if problem.tiles is None or c is problem.score for t in c.captures]  # a given map has its mask's
     tensors = [*captures, *[t for t in (problem.sinks, problem.tiles) if t is not None]]
-    if any([id(t) not in places for t in tensors]) or not all([c.repeatable for c in programs]):
+    if any([id(t) not in places for t in tensors]) or not all([c.repeatable for c in programs]) or _was_moved(problem):
         return cached
     bare = problem.replaced(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
     kept = cached._replace(
@@ -107,6 +107,14 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
     captured = () if problem.score is None else problem.score.captures
     _calls.keep(key.key, key.watched, kept, [t.untyped_storage() for t in captured])
     return kept
+
+
+def _was_moved(problem: Problem) -> bool:
+    """Whether the mask of a given map loads from copies: its own tensors are on another device, or not in memory as they are."""
+    given = None if problem.tiles is None else problem.tiles.mask
+    if given is None or problem.mask is None:
+        return False
+    return any([mine is not its for mine, its in zip(problem.mask.captures, given.captures, strict=True)])
 
 
 def _bare(bound: BoundProgram | None) -> BoundProgram | None:

@@ -147,6 +147,7 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
         seed is None,
         torch.are_deterministic_algorithms_enabled(),
         dtype is torch.float32 and allows_tf32(),
+        kind == "cuda" and torch.backends.cuda.flash_sdp_enabled(),
         shape,
         query.stride(),
         kv_shape,

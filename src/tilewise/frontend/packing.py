@@ -65,8 +65,19 @@ class PackedTokens:
             self.kv_sequence, self.kv_position = self.q_sequence, self.q_position
         else:
             self.kv_sequence, self.kv_position = sequence_and_position(packed.kv_offsets.to(device), packed.key.shape[0])
+        self._offsets = [t.clone() for t in (packed.q_offsets, packed.kv_offsets)]
         self.sizes_checked: set[Covers] = set()
         self._masks: dict[bool, Mask] = {}
+
+    def are_of(self, packed: Packed) -> bool:
+        """Whether offsets still hold what this was made from. Some writers raise no version: collectives of torch.distributed, numpy, `.data`. Of offsets on a
+        GPU that is only known later: an assertion there ends the program's use of CUDA."""
+        for before, now in zip(self._offsets, (packed.q_offsets, packed.kv_offsets), strict=True):
+            if now.device.type == "cuda":
+                torch._assert_async((before == now).all(), "offsets of packed sequences were changed by a writer that torch's version counter does not see")
+            elif not torch.equal(before, now):
+                return False
+        return True
 
     def mask(self, is_causal: bool) -> Mask:
         """Within each sequence, and nothing else."""
@@ -90,7 +101,7 @@ def packed_tokens(packed: Packed) -> PackedTokens:
     offsets = (packed.q_offsets,) if packed.q_offsets is packed.kv_offsets else (packed.q_offsets, packed.kv_offsets)
     key = _key(packed, offsets)
     found = None if key is None else _known.find(key, offsets)
-    if found is not None:
+    if found is not None and found.are_of(packed):
         return found
     with unrecorded(), torch.inference_mode(False):  # inference tensors could have no map that is kept
         _check_contents(packed.q_offsets, packed.query.shape[0], packed.names[0])

@@ -22,6 +22,8 @@ class Parts(NamedTuple):
 
 def parts_of(function: Callable[..., Any]) -> Parts | None:
     """The parts of a mask function of transformers; None if it is none of those known here."""
+    if torch._C._len_torch_dispatch_stack() > 0:  # fake tensors: what the library's functions mean cannot be tried
+        return None
     known = _library()
     if known is None or type(function) is not FunctionType:
         return None
@@ -60,7 +62,7 @@ def _library() -> _Library | None:
     """None if this version's functions hold or mean something else than is read here: then nothing is understood."""
     from transformers import masking_utils as library
 
-    ids, position = torch.tensor([[0, 1, 1]]), torch.arange(6)
+    ids, position = torch.tensor([[0, 1, 1]], device="cpu"), torch.arange(6, device="cpu")
     try:
         window, packed = library.sliding_window_overlay(3), library.packed_sequence_mask_function(ids)
         both = library.and_masks(library.causal_mask_function, window)

@@ -28,22 +28,27 @@ class _Opaque(CaptureRanges):
     def query(self, index: list[Interval]) -> Interval:
         name = NAME_OF[self.tensor.dtype]
         low, high = (0, 1) if name == "bool" else INTEGER_RANGE.get(name, (math.nan, math.nan))
-        like = sum((i.lo * 0 for i in index), torch.zeros((), dtype=torch.float64))
+        like = sum((i.lo * 0 for i in index), _number(0.0))
         return Interval(like + low, like + high)
 
 
 class _StaticBounds(Bounds):
     def __init__(self, call: BoundProgram) -> None:
         super().__init__(replace(call, captures=(), floats=(math.nan,) * len(call.floats)), torch.device("cpu"))
-        self._ranges = [_Opaque(torch.zeros((), dtype=t.dtype)) for t in call.captures]
+        self._ranges = [_Opaque(torch.zeros((), dtype=t.dtype, device="cpu")) for t in call.captures]
 
 
 def ranges(program: Program, call: BoundProgram, extents: dict[str, int]) -> list[Range]:
     """The range of every instruction of `program`, which runs with `call`'s arguments, for indices from 0 up to the extents."""
-    unknown = torch.tensor(math.nan, dtype=torch.float64)
-    box = {name: Interval(torch.zeros((), dtype=torch.float64), torch.tensor(float(max(n - 1, 0)), dtype=torch.float64)) for name, n in extents.items()}
+    unknown = _number(math.nan)
+    box = {name: Interval(_number(0.0), _number(float(max(n - 1, 0)))) for name, n in extents.items()}
     found = _StaticBounds(replace(call, program=program)).every(box | {"score": Interval(unknown, unknown)})
     return [_range(interval) for interval in found]
+
+
+def _number(value: float) -> torch.Tensor:
+    """On the CPU, whatever the default device is."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _range(interval: Interval) -> Range:

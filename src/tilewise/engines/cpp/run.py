@@ -83,7 +83,7 @@ class Forward:
         self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype)
         self._prepared = struct.pack(FORWARD, *values, *laid_out(like_query(p.query, p.v_dim)), 0, 0, parts, 0, *UNPACKED)
         self._v_dim = p.v_dim
-        self._rows = torch.empty((), dtype=p.inner_dtype).expand(p.query.shape[:3])  # to make contiguous tensors from: the quickest way
+        self._rows = torch.empty((), dtype=p.inner_dtype, device=p.device).expand(p.query.shape[:3])  # to make contiguous tensors from: the quickest way
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int) -> Output:
         out, lse, max_score = like_query(query, self._v_dim), torch.empty_like(self._rows), torch.empty_like(self._rows)

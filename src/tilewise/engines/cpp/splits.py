@@ -35,7 +35,7 @@ def zeroed_capture_gradients(p: Problem, wanted: frozenset[int]) -> dict[int, Te
     if p.score is None or not wanted:
         return {}
     copies = 1 if _owned_axes(p, wanted) else _private_copies(p, wanted)
-    return {k: torch.zeros((copies, *p.score.captures[k].shape), dtype=torch.float64) for k in wanted}
+    return {k: torch.zeros((copies, *p.score.captures[k].shape), dtype=torch.float64, device=p.device) for k in wanted}
 
 
 def item_groups(p: Problem, wanted: frozenset[int]) -> list[list[int]]:

@@ -50,7 +50,7 @@ def _dense_schedule(length: int, tile: int, other_tile: int) -> TileSchedule:
 
 def _sparse_schedule(tile_map: TileMap, partial: Runs, full: Runs, rows: int, tile: tuple[int, int]) -> TileSchedule:
     g: Geometry = tile_map.geometry
-    work = torch.zeros(partial.rows, dtype=torch.int64)
+    work = torch.zeros(partial.rows, dtype=torch.int64, device=partial.device)
     for runs in (partial, full):
         work.index_add_(0, runs.row_of_run(), runs.count.long())
     order = torch.argsort(work.view(-1, rows), dim=1, descending=True, stable=True).int().flatten()

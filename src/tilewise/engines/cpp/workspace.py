@@ -28,7 +28,7 @@ class Workspace:
         except IndexError:
             memory = None
         if memory is None or memory.numel() < self._bytes:
-            memory = torch.empty(self._bytes, dtype=torch.uint8)
+            memory = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
         base = memory.data_ptr()
         return memory, [0 if offset is None else base + offset for offset in self._offsets]
 

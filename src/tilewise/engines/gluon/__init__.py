@@ -15,7 +15,7 @@ from tilewise.engines.gluon.config import forward_config
 from tilewise.engines.gluon.patches import HEIGHT, grid_width
 from tilewise.engines.gluon.refusals import refuse_backward, refuse_problem
 from tilewise.engines.gluon.tile_schedule import too_many_mask_bits
-from tilewise.engines.gpu.driver import map_address_offset
+from tilewise.engines.gpu.driver import finds_map_addresses
 from tilewise.engines.gpu.engine import GpuEngine, PassModule
 from tilewise.engines.gpu.limits import interpreted, triton_older_than
 from tilewise.sizes import less
@@ -41,7 +41,7 @@ class GluonEngine(GpuEngine):
         capability = torch.cuda.get_device_capability(problem.device)
         if capability != HOPPER:
             return f"its kernels are for compute capability {HOPPER[0]}.{HOPPER[1]}, the GPU has {capability[0]}.{capability[1]}"
-        if map_address_offset() is None:
+        if not finds_map_addresses():
             return "the CUDA driver keeps the address of a TMA tensor where tilewise does not find it"
         return refuse_problem(problem)
 

@@ -73,7 +73,8 @@ def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_l
         if refuse_backward(p, bool(wanted)) is not None or not all([tma_can_load(t) for t in (p.query, p.key, p.value)]) or too_many_mask_bits(p):
             return triton_run.backward(p, plan, output, grad_out, grad_lse, wanted)
         if not tma_can_load(grad_out):
-            return backward(p, plan, output, grad_out.contiguous(), grad_lse, wanted)
+            aligned = grad_out.clone(memory_format=torch.contiguous_format)  # a copy even of a contiguous one, which may begin anywhere
+            return backward(p, plan, output, aligned, grad_lse, wanted)
         ready = plan.prepared(name, p, "hopper", lambda: Backward(p, output, grad_out, dlse))
     return ready.run(p, output, grad_out, dlse)
 

@@ -6,6 +6,7 @@ follows from shapes. That also makes it work inside a CUDA graph, whose replays 
 Other masks are functions of the positions alone, and given tiles are what they are: their maps (tile_classifier.py) are made once.
 """
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,7 +151,7 @@ class DeviceMapCache:
     def __init__(self) -> None:
         self.made = 0  # tests count
         self._kept: WeakCache[tuple[Any, DeviceMap]] = WeakCache(MAX_MAPS)
-        self._bytes = 0  # of all maps kept since they were last forgotten
+        self._bytes = 0  # of all maps that live
         self._captured = (0, self._kept)  # the latest capture, and its maps
 
     def get(self, p: Problem) -> DeviceMap:
@@ -164,8 +165,8 @@ class DeviceMapCache:
         if found is not None and found[0] == contents:
             return found[1]
         made = self._make(p)
-        if found is None and cache is self._kept:
-            self._weigh(made.nbytes + mask_elements(p) // 4)  # and the mask bits of both passes
+        if cache is self._kept:
+            self._weigh(made, made.nbytes + mask_elements(p) // 2)  # and the mask bits of both passes, with tiles of 64
         cache.keep(key, p.mask.captures, (contents, made))
         return made
 
@@ -184,16 +185,18 @@ class DeviceMapCache:
         self.made += 1
         return DeviceMap(p)
 
-    def _weigh(self, size: int) -> None:
-        """What takes the place of another is not counted, because it is as large."""
+    def _weigh(self, made: DeviceMap, size: int) -> None:
+        """Count a map as long as it lives. When all of them grow large, everything is forgotten, with the launches that hold their schedules."""
         self._bytes += size
+        weakref.finalize(made, self._lighten, size).atexit = False
         if self._bytes > MAX_BYTES:
-            self.clear()
-            self._bytes = size
+            maps.clear()
+
+    def _lighten(self, size: int) -> None:
+        self._bytes -= size
 
     def clear(self) -> None:
         self._kept.clear()
-        self._bytes = 0
 
 
 device_maps = DeviceMapCache()

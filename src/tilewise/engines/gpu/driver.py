@@ -102,6 +102,17 @@ def tensor_map(t: Tensor, box: Box) -> bytes:
     return ctypes.string_at(address, MAP_BYTES)
 
 
+def finds_map_addresses() -> bool:
+    """Whether the driver keeps a tensor map's address in a known place. A constant to torch.compile."""
+    try:
+        return map_address_offset() is not None
+    except (AttributeError, OSError, RuntimeError):  # a driver without tensor maps, or none
+        return False
+
+
+finds_map_addresses._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
+
+
 @lru_cache(maxsize=1)
 def map_address_offset() -> int | None:
     """Where a tensor map holds its tensor's address, so that another one can be written there: for the driver to do it takes a call each time.

@@ -31,9 +31,10 @@ FORWARD = "forward"
 MAX_PASSES = 32  # of one plan: saved tensors that come back elsewhere every time must not pile them up
 
 
-def schedule_sources(p: Problem) -> tuple[Tensor, ...]:
-    """The tensors whose contents decide which tiles are computed. Decoding has no tile schedule: its kernel asks the mask itself."""
-    return () if is_decoding(p) else p.mask_sources
+def schedule_sources(name: Hashable, p: Problem) -> tuple[Tensor, ...]:
+    """The tensors whose contents decide which tiles a pass computes. A forward that decodes has no tile schedule: its kernel asks the mask itself. Its
+    backward has one."""
+    return () if name == FORWARD and is_decoding(p) else p.mask_sources
 
 
 class GpuPlan(Plan):
@@ -47,29 +48,31 @@ class GpuPlan(Plan):
     def __init__(self, problem: Problem) -> None:
         self._passes: dict[Hashable, tuple[Any, Any]] = {}
         self._replays = problem.sinks is None and problem.dropout_p == 0  # query, key and value are all that varies
-        self._made_on_device = is_made_on_device(problem) and not is_decoding(problem)
+        self._made_on_device: bool | None = None  # found out when a pass is first wanted: while torch.compile traces, sizes are symbols
 
     def find(self, name: Hashable, problem: Problem) -> Any:
         """The pass of this name, if it is bound to what the problem's tensors contain now."""
         found = self._passes.get(name)
-        return None if found is None or found[1][0] is None or found[1] != self._state(problem) else found[0]
+        return None if found is None or found[1][0] is None or found[1] != self._state(name, problem) else found[0]
 
     def prepared(self, name: Hashable, problem: Problem, kind: str, make: Callable[[], AnyPass]) -> AnyPass:
         """The pass of this name, bound now or for an earlier call; prepared by `make`, now or for an earlier problem of the same structure and kind."""
         ready = self.find(name, problem)
         if ready is None:
             if name not in self._passes and len(self._passes) >= MAX_PASSES:
-                del self._passes[next(oldest for oldest in self._passes if oldest != FORWARD)]
-            state = self._state(problem)
+                self._passes.pop(next(oldest for oldest in list(self._passes) if oldest != FORWARD), None)
+            state = self._state(name, problem)
             ready = structure.prepared((kind, name), problem, make).bind(problem)
             self._passes[name] = ready, state
         made: AnyPass = ready
         return made
 
-    def _state(self, p: Problem) -> tuple[Any, ...]:
+    def _state(self, name: Hashable, p: Problem) -> tuple[Any, ...]:
         """What may change under one name."""
+        if self._made_on_device is None:
+            self._made_on_device = is_made_on_device(p)
         captures = () if p.score is None else p.score.captures
-        return self._contents(schedule_sources(p)), tuple([t.data_ptr() for t in captures]), tuning.state()
+        return self._contents(schedule_sources(name, p)), tuple([t.data_ptr() for t in captures]), tuning.state()
 
     def _contents(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
         """`contents_key`, and where schedules are made on the device, the current stream and the capture of a CUDA graph that is under way. A schedule may just

@@ -45,7 +45,7 @@ def prepared(name: Hashable, p: Problem, make: Callable[[], AnyPass]) -> AnyPass
     if found is None:
         found = make()
         while len(_prepared) >= MAX_STRUCTURES:
-            _prepared.pop(next(iter(_prepared)), None)
+            _prepared.pop(next(iter(list(_prepared))), None)  # a list: other threads may add to it meanwhile
     _prepared[key] = found  # the last to be dropped
     made: AnyPass = found
     return made

@@ -70,7 +70,7 @@ def seen_tiles(bh, i_q, i_split, args, MASK: tl.constexpr, C: tl.constexpr):
     if lowest < n_tiles:
         i_kv = i_split + (n_tiles - 1 - i_split) // step * step
         highest = 0
-        while highest == 0:  # there is one
+        while (highest == 0) & (i_kv >= i_split):  # there is one, unless somebody writes to the mask's tensors meanwhile
             _, highest = seen_among(bh, i_q, i_kv, args, MASK, AT_ONCE, C)
             i_kv -= step
     return lowest, highest
