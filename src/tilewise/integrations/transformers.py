@@ -297,6 +297,7 @@ def _refuse_dropped_mask(module: nn.Module, query: Tensor, key: Tensor, given: A
     dropped = dropped_mask(getattr(module, "config", None), (query.shape[0], query.shape[2], key.shape[2]))
     if dropped is None:
         return
+    dropped.use()  # told once; the error's traceback may keep it for long
     layer = type(module).__name__ + (f" (layer {module.layer_idx})" if getattr(module, "layer_idx", None) is not None else "")
     instead = f"a {tuple(given.shape)} {str(given.dtype).removeprefix('torch.')} tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
     raise InputError(
