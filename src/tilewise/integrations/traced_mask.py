@@ -22,6 +22,9 @@ class TracedMask(BlockMask):
         self.is_used = False  # by an attention call
         self.is_compiled = torch.compiler.is_compiling()  # made within the graph that uses it
         self._shape = torch.Size(shape)
+        if not self.is_compiled:  # a graph that looks at those that compiled steps have used would put guards on them
+            for used in [m for m in _unused if m.is_used]:
+                _unused.discard(used)
         if mask is not None:
             _unused.add(self)
 
