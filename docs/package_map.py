@@ -34,7 +34,6 @@ LAYERS = {
     "engines.native": "torch's SDPA",
     "engines.cpp": "generated C++",
     "engines.gpu": "what both GPU engines share: code generation, compiler, launches, tuning, tile schedules, device functions",
-    "engines.fa2": "torch's FlashAttention-2 kernel",
     "engines.triton": "portable fused kernels",
     "engines.gluon": "Hopper kernels: TMA, wgmma, warp specialisation",
     "engines": "the ordered list of engines; eager autograd and the torch operator around them",

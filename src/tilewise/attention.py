@@ -15,7 +15,7 @@ from tilewise.engines import Engine, Output, Request, are_active, arguments, is_
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
-from tilewise.frontend.call_key import CallKey, key_of
+from tilewise.frontend.call_key import key_of
 from tilewise.frontend.dispatch import check_name, is_logged, log, must_choose, observers, requested_backend, tell_observers
 from tilewise.frontend.token_order import token_permute, token_unpermute
 from tilewise.scores import ScoreFunction
@@ -66,7 +66,7 @@ def attention(
     if nested:
         return _nested(query, key, value, mask, score, options, layout, backend, return_lse)
     output = run(*_as_bhsd(query, key, value, layout, heads), mask, score, options, backend, return_lse)
-    out = output.out if layout == "bhsd" and heads is None else from_bhsd(output.out, layout, flat=query.dim() == 3)
+    out = from_bhsd(output.out, layout, flat=query.dim() == 3)
     return (out, output.lse) if return_lse else out
 
 
@@ -79,8 +79,6 @@ def problem_of_call(query: Tensor, key: Tensor, value: Tensor, mask: Any, score:
 
 
 def _as_bhsd(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    if layout == "bhsd" and heads is None and query.dim() == key.dim() == value.dim() == 4:
-        return query, key, value
     kv_heads = kv_heads_of(query, key, heads)
     return to_bhsd(query, layout, heads, "query"), to_bhsd(key, layout, kv_heads, "key"), to_bhsd(value, layout, kv_heads, "value")
 
@@ -96,35 +94,23 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
             "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
         )
     options = options.of_plain_values()
-    name, source = requested_backend(backend)
-    call_key = key_of(query, key, value, mask, score, options, name, needs_lse)
-    cached = call_cache.find(call_key)
-    if cached is not None:
-        assert call_key is not None
-        return _again(cached, call_key, query, key, value, options, needs_lse)
+    request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
+    call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
     if call_key is None and has_float8(query, key, value):  # converted, the call can have a key
         return run(query, *widened(query, key, value), mask, score, options, backend, needs_lse)
-    check_name(name, source)
-    request = Request(name, source, needs_lse, options.seed is not None)
-    with unrecorded():
-        problem, mask_name = make_problem(query, key, value, mask, score, options)
-        engine, choice = must_choose(problem, request)
-        by_contents = engine.looks_at_contents and engine.name != name and problem.mask is not None  # the next call's may differ
-        cached = call_cache.keep(None if by_contents else call_key, problem, engine, choice, mask_name)
+    cached = call_cache.find(call_key)
+    if cached is None:
+        check_name(request.backend, request.source)
+        with unrecorded():
+            problem, mask_name = make_problem(query, key, value, mask, score, options)
+            cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
+    else:
+        assert call_key is not None
+        replayed = None if observers or is_logged() else cached.replay(call_key, query, key, value)
+        if replayed is not None:
+            return replayed
+        problem = cached.bind(call_key, query, key, value, options)
     return execute(cached, problem, needs_lse)
-
-
-def _again(cached: CachedCall, call_key: CallKey, query: Tensor, key: Tensor, value: Tensor, options: Options, needs_lse: bool) -> Output:
-    """A call like an earlier one."""
-    if observers or is_logged():
-        return execute(cached, cached.bind(call_key, query, key, value, options), needs_lse)
-    replayed = cached.replay(call_key, query, key, value)
-    if replayed is not None:
-        return replayed
-    problem = cached.bind(call_key, query, key, value, options)
-    if cached.permutation is not None or cached.engine.is_torch_function:
-        return execute(cached, problem, needs_lse)
-    return run_eager(cached.engine, problem, cached.plan)  # a call that has a key is watched by nothing but eager autograd (call_key.py)
 
 
 def execute(cached: CachedCall, problem: Problem, needs_lse: bool) -> Output:

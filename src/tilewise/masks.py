@@ -88,11 +88,6 @@ class Mask(Named):
     def __repr__(self) -> str:
         return f"Mask({self.name})"
 
-    @property
-    def is_traced(self) -> bool:
-        """Whether it has been traced for good."""
-        return self._trace is not None
-
     def traced(self) -> BoundProgram:
         if torch.compiler.is_compiling() or not self.fixed:
             return trace_mask(self.function)
@@ -101,10 +96,6 @@ class Mask(Named):
             trace = trace_mask(self.function)
             kept = self._trace = (trace, _forms(trace.captures))
         return kept[0]
-
-    def assume(self, trace: BoundProgram) -> None:
-        """Take this for the trace of a `fixed` mask: one like it was traced, with other tensors and numbers."""
-        self._trace = (trace, _forms(trace.captures))
 
 
 def _forms(captures: tuple[Tensor, ...]) -> list[tuple[torch.dtype, torch.Size]]:

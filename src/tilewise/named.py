@@ -21,7 +21,6 @@ P = ParamSpec("P")
 Kind = TypeVar("Kind", bound="Named")
 Maker = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function, its arguments and keywords
 Sources = tuple[tuple[Tensor, torch.Size], ...]  # tensors, and the shapes they had
-FOUND_OUT = ("_trace", "described")  # attributes that are about this very object: a copy has other tensors
 NUMBERS = {int, float, bool, str, type(None)}
 
 
@@ -47,7 +46,6 @@ class Named:
     covers: tuple[Covers, ...] = ()
     made_by: Maker | str | None = None  # a string: the name of a constant in the module of its class
     fixed = False  # what the function reads never changes: numbers, and tensors that stay the same objects
-    described: Any = None  # what the call cache has found out about it, if it is fixed (frontend/call_key.py)
     _sources: Sources = ()  # what it was made of
 
     def record(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -70,7 +68,7 @@ class Named:
     # -- copies and pickles ------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in FOUND_OUT}
+        return {name: value for name, value in vars(self).items() if name != "_trace"}
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if isinstance(self.made_by, str):

@@ -46,11 +46,11 @@ def varlen_attention(
     kv_offsets = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if cu_seqlens_k is None and query.shape[0] != key.shape[0]:
         raise InputError(f"query has {query.shape[0]} tokens and key {key.shape[0]}: give cu_seqlens_k")
-    check_offsets(cu_seqlens_q, "cu_seqlens_q")
-    check_offsets(kv_offsets, "cu_seqlens_k")
+    check_offsets(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
+    check_offsets(kv_offsets, key.shape[0], "cu_seqlens_k")
     if cu_seqlens_q.shape != kv_offsets.shape:
         raise InputError(f"cu_seqlens_q describes {cu_seqlens_q.shape[0] - 1} sequences, cu_seqlens_k {kv_offsets.shape[0] - 1}")
-    packed = Packed(query, key, value, cu_seqlens_q, kv_offsets, ("cu_seqlens_q", "cu_seqlens_k"))
+    packed = Packed(query, key, value, cu_seqlens_q, kv_offsets)
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
     output = packed_attention(packed, mask, score, options, backend, return_lse)
     out = output.out.squeeze(0).transpose(0, 1)

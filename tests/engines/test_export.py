@@ -73,20 +73,3 @@ def test_jit_trace_is_refused_under_interception() -> None:
     with tw.intercept_sdpa(), warnings.catch_warnings(), pytest.raises(tw.BackendError, match=r"torch\.jit\.trace"):
         warnings.simplefilter("ignore")
         torch.jit.trace(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), (q,))
-
-
-def test_a_decomposed_graph_does_not_lose_the_derivative_in_silence() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + tw.attention(x, x, x, is_causal=True)
-
-    x = torch.randn(1, 2, 24, 8)
-    exported = torch.export.export(Model(), (x,))
-    expected = Model()(x)
-    with torch.no_grad():
-        torch.testing.assert_close(exported.run_decompositions().module()(x), expected)
-    x.requires_grad_()
-    whole = exported.run_decompositions({}).module()(x)
-    torch.testing.assert_close(torch.autograd.grad(whole.sum(), x), torch.autograd.grad(Model()(x).sum(), x))
-    with pytest.raises(tw.TilewiseError, match="run_decompositions"):
-        exported.run_decompositions().module()(x)

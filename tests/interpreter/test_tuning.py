@@ -12,7 +12,7 @@ import torch
 import tilewise as tw
 from tilewise import masks
 from tilewise.core import store
-from tilewise.engines.gpu import structure, tuning
+from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.config import Config
 from tilewise.engines.triton import fitting, launches
 from tilewise.engines.triton.config import BWD, INTERPRETER, is_miscompiled
@@ -66,7 +66,6 @@ def test_the_winner_is_kept_and_used_by_every_process(tried: list[tuple[Config, 
 
     monkeypatch.setattr(tuning, "_found", {})  # as a new process has it
     monkeypatch.setattr(fitting, "_fitting", {})
-    monkeypatch.setattr(structure, "_prepared", {})
     both_passes()
     assert len(tried) == count and sorted(c.n for configs in fitting._fitting.values() for c in configs) == [16, 16, 32]
 

@@ -1,11 +1,9 @@
 """How arguments reach a kernel, with a driver that only looks at them."""
 
 import ctypes
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from tilewise.engines.gpu import driver
 
@@ -32,42 +30,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return fake.started
 
 
-def test_every_start_has_its_own_addresses_and_its_arguments_numbers(started: list[list[int]]) -> None:
-    kernel = driver.Kernel(b"", "kernel", 0, 4, ("*fp32", "*fp32", "i64", "*i32", "i64"), 1, [], 0)
-    places, static = kernel.address_places(2)
-    one, two = (kernel.packed([], [1, 2], list(numbers)) for numbers in ((30, 5, 40), (50, 6, 60)))
-    a, b, c = (torch.zeros(1) for _ in range(3))
-    at = {name: t.data_ptr() for name, t in (("a", a), ("b", b), ("c", c))}
-    words = [place // 8 for place in places]
-    for packed, tensors in ((one, [a, b]), (one, [b.data_ptr(), c]), (two, [c, a]), (two, [a, None]), (one, [c, a])):
-        kernel.launch(1, 0, packed, words, tensors)
-    own = [("a", "b"), ("b", "c"), ("c", "a"), ("a", "a"), ("c", "a")]
-    numbers = [[30, 5, 40], [30, 5, 40], [50, 6, 60], [50, 6, 60], [30, 5, 40]]
-    assert started == [[*[at[name] for name in names], *rest, 0] for names, rest in zip(own, numbers, strict=True)]
-    assert static == [24]
-
-
-def test_the_address_in_a_tensor_map_is_found_by_asking_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Maps:
-        """Tensor maps with the address in one place, or in one that moves when it is set."""
-
-        def __init__(self, offset: int, moved: int) -> None:
-            self.offset, self.moved = offset, moved
-
-        def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: int, address: Any, *rest: Any) -> int:
-            ctypes.memset(at.value, 7, 128)
-            ctypes.c_uint64.from_address(at.value + self.offset).value = address.value
-            return 0
-
-        def cuTensorMapReplaceAddress(self, at: Any, address: Any) -> int:
-            ctypes.c_uint64.from_address(at.value + self.moved).value = address.value
-            return 0
-
-    for offset, moved, found in ((0, 0, 0), (24, 24, 24), (0, 8, None), (4, 4, None)):
-        monkeypatch.setattr(driver, "library", partial(Maps, offset, moved))
-        driver.map_address_offset.cache_clear()
-        assert driver.map_address_offset() == found
-    driver.map_address_offset.cache_clear()
+def test_every_start_has_its_own_addresses_and_the_images_numbers(started: list[list[int]]) -> None:
+    kernel = driver.Kernel(b"", "kernel", 0, 4, ("*fp32", "*fp32", "i64", "i64"), 1, [], 0)
+    one, two = (kernel.image([], [1, 2], list(numbers)) for numbers in ((30, 40), (50, 60)))
+    for image, addresses in ((one, [7, 8]), (one, [9, 10]), (two, [11, 12]), (one, [13, 14]), (two, [15, 16])):
+        kernel.launch(1, 0, image, [], addresses)
+    assert started == [[7, 8, 30, 40, 0], [9, 10, 30, 40, 0], [11, 12, 50, 60, 0], [13, 14, 30, 40, 0], [15, 16, 50, 60, 0]]
 
 
 def test_parameters_lie_where_the_driver_looks_for_them() -> None:

@@ -14,7 +14,7 @@ from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, broadcast_load, causal
 from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named
-from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
+from tilewise.scores import ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
 from tilewise.sizes import equal
 from tilewise.tiles import Extent, TileMap, read_mask
@@ -25,7 +25,6 @@ LARGEST_HEAD_DIM = 512
 
 # Where batch, heads, sequence and head dim lie in each layout.
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "hbsd": (1, 0, 2, 3), "sbhd": (1, 2, 0, 3)}
-_BACK = {layout: tuple([places.index(d) for d in range(4)]) for layout, places in LAYOUTS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +198,7 @@ def make_problem(
     sinks = [s.logits for s in scores if isinstance(s, Sinks)]
     functions = tuple([s for s in scores if not isinstance(s, Sinks)])
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
-    program = _traced_scores(functions, inner, query.device)
+    program = trace_score(functions, inner, query.device) if functions else None
     problem = Problem(
         query=query,
         key=key,
@@ -238,7 +237,7 @@ def to_bhsd(tensor: Tensor, layout: str, heads: int | None, name: str) -> Tensor
         raise InputError(f"{name} must have 4 dimensions (layout {layout!r}), or 3 with heads=, got shape {tuple(tensor.shape)}")
     if heads is not None:
         raise InputError(f"heads= is for 3-D tensors (batch, sequence, heads * head dim); {name} has shape {tuple(tensor.shape)}")
-    return tensor.permute(*LAYOUTS[layout])  # quicker than a tuple
+    return tensor.permute(LAYOUTS[layout])
 
 
 def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
@@ -247,7 +246,8 @@ def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
         return tensor.transpose(1, 2).flatten(2)
     if layout == "bhsd":
         return tensor
-    return tensor.permute(*_BACK[layout])
+    places = LAYOUTS[layout]
+    return tensor.permute([places.index(d) for d in range(4)])
 
 
 def kv_heads_of(query: Tensor, key: Tensor, heads: int | None) -> int | None:
@@ -342,12 +342,6 @@ def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, na
         return trace_mask(lambda b, h, q, kv: mask(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
     allowed = broadcast_load(call.captures[0])
     return trace_mask(lambda b, h, q, kv: allowed(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
-
-
-def _traced_scores(functions: tuple[ScoreFunction, ...], dtype: torch.dtype, device: torch.device) -> BoundProgram | None:
-    if len(functions) == 1 and type(functions[0]) is Score:
-        return functions[0].traced(dtype, device)
-    return trace_score(functions, dtype, device) if functions else None
 
 
 def _in_memory(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:

@@ -1,8 +1,8 @@
 """What an engine is: it refuses with a reason, or computes the forward and the backward of a problem."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Engine(ABC):
     serves: ClassVar[Mapping[str, int]] = {}  # the intents ("auto", "flex", ...) it may be chosen for, and its place in the order in which engines are asked
     is_fused: ClassVar[bool] = True  # masked NaN stays out, and on a CPU it is at least as fast as torch's SDPA: native defers to it
     takes_dense_mask: ClassVar[bool] = False  # Problem.dense_mask
-    looks_at_contents: ClassVar[bool] = False  # unless named, it may serve a masked problem because of what the tensors hold: the choice is not remembered
+    looks_at_contents: ClassVar[bool] = False  # it may serve a masked problem because of what the tensors hold: then the choice is not remembered
     is_torch_function: ClassVar[bool] = False  # forward() is made of torch's own operations: autograd and torch.compile see through it, backward() is theirs
     min_keys_spared: ClassVar[int] = 256  # keys that a query must be spared to pay for permuted copies of query, key, value and output: measured on a CPU
 
@@ -59,14 +59,6 @@ class Engine(ABC):
     def plan(self, problem: Problem) -> Plan:
         """What it keeps for calls like this one."""
         return Plan()
-
-    def is_capturable(self, problem: Problem) -> bool:
-        """Whether inductor may capture a call like this one in its CUDA graphs, whose replays then follow what tensors contain; then `run_in_graphs` is how."""
-        return False
-
-    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
-        """A call of the operator that inductor may put into its CUDA graphs: with a plan of its own, or None for any that is kept."""
-        return call(None)
 
     @abstractmethod
     def forward(self, problem: Problem, plan: Plan) -> Output: ...

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,31 +22,6 @@ class _OwnCall(threading.local):
 
 NOTHING = torch.empty(0), torch.empty(0)
 own_call = _OwnCall()  # whether tilewise itself is calling SDPA: interception and watch ignore such calls
-
-
-class SdpaPlan(Plan):
-    """Calls torch's SDPA without a mask tensor. Its options are part of the call's key; gradients are torch's."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._options: dict[str, Any] = {"scale": problem.scale}
-        if problem.is_causal_only:
-            self._options["is_causal"] = True
-        if problem.heads != problem.kv_heads:
-            self._options["enable_gqa"] = True
-
-    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output:
-        own_call.running = True
-        try:
-            return Output(SDPA(query, key, value, **self._options), *NOTHING)
-        finally:
-            own_call.running = False
-
-
-def _may_reach_cudnn(problem: Problem) -> bool:
-    """cuDNN's kernels take float16 and bfloat16, on compute capability 8 and newer (engines/fa2.py names the source)."""
-    if problem.device.type != "cuda" or problem.dtype.itemsize != 2 or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(problem.device) >= (8, 0)
 
 
 class NativeEngine(Engine):
@@ -78,8 +53,6 @@ class NativeEngine(Engine):
         return None
 
     def refuse_request(self, problem: Problem, request: Request) -> str | None:
-        if request.backend != self.name and _may_reach_cudnn(problem):
-            return "SDPA may hand 16-bit CUDA calls to cuDNN, which ends some with an illegal memory access: it gets them only when asked for by name"
         if request.needs_lse:
             return "SDPA does not return lse"
         if problem.dropout_p > 0 and request.backend != self.name:
@@ -107,10 +80,6 @@ class NativeEngine(Engine):
         if not all([bool(t.detach().sum(dtype=problem.inner_dtype).isfinite()) for t in (problem.key, problem.value)]):
             return "key or value holds NaN or Inf (or values near the end of its range), which SDPA lets through a causal mask"
         return None
-
-    def plan(self, problem: Problem) -> Plan:
-        plain = (problem.mask is None or problem.is_causal_only) and problem.dense_mask is None and problem.dropout_p == 0
-        return SdpaPlan(problem) if plain else Plan()
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         mask = problem.dense_mask if problem.dense_mask is not None else self._dense(problem)

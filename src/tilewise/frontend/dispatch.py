@@ -25,7 +25,6 @@ INTENTS = {
     "math": "dense and plain, the reference",
 }
 VARIABLE = "TILEWISE_BACKEND"
-_VARIABLE_IN_ENVIRON = os.environ.encodekey(VARIABLE)
 
 
 class Verdict(NamedTuple):
@@ -88,11 +87,9 @@ def requested_backend(argument: str | None) -> tuple[str, str]:
         return argument, "the backend argument"
     if _scope.backend is not None:
         return _scope.backend, "attention_backend(...)"
-    set_names = getattr(os.environ, "_data", None)  # to ask os.environ itself takes a microsecond: it encodes the name first
-    if set_names is None or _VARIABLE_IN_ENVIRON in set_names:
-        variable = os.environ.get(VARIABLE)
-        if variable:
-            return variable, VARIABLE
+    variable = os.environ.get(VARIABLE)
+    if variable:
+        return variable, VARIABLE
     return "auto", "the default"
 
 

@@ -7,9 +7,7 @@ Masks stay functions: the mask that transformers describes is traced once for al
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +17,7 @@ from tilewise.attention import attention
 from tilewise.errors import BackendError, InputError
 from tilewise.flex import mask_for
 from tilewise.frontend import mask_tensors
-from tilewise.integrations import step_masks
-from tilewise.integrations.library_masks import Parts, parts_of
-from tilewise.integrations.step_masks import Sight
 from tilewise.masks import Mask
-from tilewise.memory import can_be_looked_at
 
 NAME = "tilewise"
 
@@ -61,7 +55,6 @@ def make_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     config: Any = None,
-    device: Any = None,
     **_: Any,
 ) -> Any:
     """transformers' mask interface: combines a mask function, offsets and a boolean (batch, keys) padding mask into one mask.
@@ -73,50 +66,20 @@ def make_mask(
     from tilewise.integrations.traced_mask import TracedMask
 
     asked = causal_mask_function if mask_function is None else mask_function
-    sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset)
-
-    def hold(mask: Mask | None) -> TracedMask:
-        return TracedMask(mask, (batch_size, 1, q_length, kv_length), config)
-
-    if torch.compiler.is_compiling():
-        return hold(_traced(asked, sizes, attention_mask))
-    with _ordinary_tensors():
-        keep = None if attention_mask is None else _ordinary(attention_mask).bool()
-        parts = Parts() if asked is bidirectional_mask_function else parts_of(asked)
-        if parts is None or not _is_simple(parts, sizes):
-            return hold(_traced(asked, sizes, keep))
-        return _of_step(parts, sizes, keep, config, device, hold)
-
-
-class Sizes(NamedTuple):
-    """How many queries and keys a step has, and the positions of the first of each: those of a static cache are tensors."""
-
-    batch: int
-    q_length: int
-    kv_length: int
-    q_offset: int | Tensor
-    kv_offset: int
-
-
-def _traced(function: Callable[..., Any], sizes: Sizes, keep: Tensor | None) -> Mask | None:
-    """The mask of any function, traced by the first layer; under torch.compile, of every function."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
+    padding = _padding(attention_mask, kv_length, kv_offset)
     found: Mask | None
-    if function is bidirectional_mask_function:
+    if asked is bidirectional_mask_function:
         found = None
-    elif function is causal_mask_function and isinstance(sizes.q_offset, int):
-        found = _causal(sizes.kv_length, sizes.q_offset - sizes.kv_offset)
+    elif asked is causal_mask_function and isinstance(q_offset, int):
+        found = _causal(q_length, kv_length, q_offset - kv_offset)
     else:
-        found = Mask(_shifted(function, sizes.q_offset, sizes.kv_offset), _name(function), fixed=True)
-    return _both(found, None if keep is None else _padding(_visible(keep, sizes)))
+        found = Mask(_shifted(asked, q_offset, kv_offset), _name(asked), fixed=True)  # for one forward of the model: its layers trace it once
+    if padding is not None:
+        found = padding if found is None else found & padding
+    return TracedMask(found, (batch_size, 1, q_length, kv_length), config)
 
 
-def _both(one: Mask | None, other: Mask | None) -> Mask | None:
-    return one if other is None else other if one is None else one & other
-
-
-def _causal(kv_length: int, offset: int) -> Mask | None:
+def _causal(q_length: int, kv_length: int, offset: int) -> Mask | None:
     """Causal with query i at position i + offset; None if that allows everything."""
     if offset + 1 >= kv_length:
         return None  # the first query sees every key
@@ -139,88 +102,18 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__).removesuffix("_function")
 
 
-def _visible(keep: Tensor, sizes: Sizes) -> Tensor:
-    """(batch, keys) booleans of keys that are not padding; keys past the end of `keep` are not written yet, and masked."""
-    end = sizes.kv_offset + sizes.kv_length
-    missing = end - keep.shape[-1]
+def _padding(keep: Tensor | None, kv_length: int, kv_offset: int) -> Mask | None:
+    """The mask of keys that are not padding; keys past the end of `keep` are not written yet, and masked."""
+    if keep is None:
+        return None
+    missing = kv_offset + kv_length - keep.shape[-1]
     keep = torch.nn.functional.pad(keep.bool(), (0, missing)) if missing > 0 else keep.bool()
-    return keep if sizes.kv_offset == 0 and missing >= 0 else keep[:, sizes.kv_offset : end]
-
-
-def _padding(visible: Tensor) -> Mask | None:
-    """The simplest mask that hides what is not visible."""
-    reading = mask_tensors.read(visible[:, None, None, :], (visible.shape[0], 1, 1, visible.shape[1]))
-    return Mask(lambda b, h, q, kv: visible[b, kv], "key_padding", fixed=True) if reading is None else reading.mask
-
-
-# -- masks in the forms of step_masks ------------------------------------------------------------------------------------
-
-
-def _is_simple(parts: Parts, sizes: Sizes) -> bool:
-    """Windows and documents only of causal masks, and documents only without a cache."""
-    if parts.documents is not None and not (isinstance(sizes.q_offset, int) and sizes.q_offset == sizes.kv_offset == 0):
-        return False
-    return parts.causal or (parts.window is None and parts.documents is None)
-
-
-def _of_step(parts: Parts, sizes: Sizes, keep: Tensor | None, config: Any, device: Any, hold: Callable[[Mask | None], Any]) -> Any:
-    """The mask of a step, given to its holder. On a GPU padding is loaded as it is; on a CPU a prompt's is read, which makes simpler masks of most."""
-    _, q_length, kv_length, q_offset, kv_offset = sizes
-    documents = None if parts.documents is None else _ordinary(parts.documents)
-    at: int | Tensor | None = q_offset - kv_offset if parts.causal else None  # a new tensor: a static cache increments its own before attention runs
-    if keep is not None and q_length > 1 and keep.device.type == "cpu" and can_be_looked_at(keep):
-        positions = step_masks.mask_of(step_masks.needed(Sight(at, parts.window, documents), q_length, kv_length))
-        return hold(_both(positions, _padding(_visible(keep, sizes))))
-    if keep is not None and not isinstance(at, Tensor) and not _hides(keep, q_length, config):
-        known = keep.shape[-1] - kv_offset  # keys after these are not written yet
-        if known >= kv_length or (at is not None and at + q_length <= known):
-            keep = None
-    sight = step_masks.needed(Sight(at, parts.window, documents), q_length, kv_length)
-    if sight.offset is None and documents is None and keep is None:
-        return hold(None)
-    where = keep.device if keep is not None else at.device if isinstance(at, Tensor) else None if device is None else torch.device(device)
-    if _is_buffered(sizes) and where is not None and not _is_capturing(where):
-        within = None if keep is None else keep[:, kv_offset : kv_offset + kv_length]
-        return step_masks.in_buffers(sizes.batch, kv_length, where, sight._replace(visible=within), hold)
-    return hold(step_masks.mask_of(sight if keep is None else sight._replace(visible=_visible(keep, sizes))))
-
-
-def _is_buffered(sizes: Sizes) -> bool:
-    """Whether the next token will have as many keys as this one. Recorded for autograd, a mask keeps its tensors: a backward may come late."""
-    grows = isinstance(sizes.q_offset, int) and sizes.kv_offset == 0 and sizes.q_offset + 1 == sizes.kv_length
-    return sizes.q_length == 1 and not grows and not torch.is_grad_enabled()
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-# Whether a model's last mask had padding, by the id of its configuration. A guess: a wrong one costs a look, or a mask that hides nothing.
-_padded: dict[int, bool] = {}
-MAX_MODELS = 256
-
-
-def _hides(keep: Tensor, q_length: int, config: Any) -> bool:
-    """Whether any key is padding. To look at a GPU's memory is to wait for it. torch's SDPA is given a mask after the same look; here it is left out where
-    there was padding in the step before, but for a prompt, with which there may be none again."""
-    if not can_be_looked_at(keep) or _is_capturing(keep.device):
-        return True
-    is_prompt = q_length > 1 and not torch.is_grad_enabled()
-    if keep.device.type != "cpu" and not is_prompt and _padded.get(id(config), False):
-        return True
-    if len(_padded) >= MAX_MODELS:
-        _padded.clear()
-    _padded[id(config)] = hidden = not bool(keep.all())
-    return hidden
-
-
-def _ordinary_tensors() -> AbstractContextManager[Any]:
-    """Tensors made in inference mode cannot be told from changed ones, so that calls with them would be prepared again in every layer."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _ordinary(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
+    visible = keep[:, kv_offset : kv_offset + kv_length]
+    if not torch.compiler.is_compiling():
+        reading = mask_tensors.read(visible[:, None, None, :], (visible.shape[0], 1, 1, visible.shape[1]))
+        assert reading is not None
+        return reading.mask
+    return Mask(lambda b, h, q, kv: visible[b, kv], "key_padding", fixed=True)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -247,7 +140,7 @@ def attention_forward(
     _check_packing(kwargs, mask)
     changes: list[Any] = []
     if softcap is not None:
-        changes.append(_softcap(softcap))
+        changes.append(scores.softcap(softcap))
     if position_bias is not None:
         changes.append(scores.bias(position_bias[..., : key.shape[2]]))
     if added is not None:
@@ -256,14 +149,6 @@ def attention_forward(
         changes.append(scores.sinks(s_aux))
     out = attention(query, key, value, mask=mask, score=changes, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2).contiguous(), None
-
-
-_known_softcap = lru_cache(maxsize=64)(scores.softcap)
-
-
-def _softcap(cap: float) -> scores.Score:
-    """One object for all layers; torch.compile warns of remembered results."""
-    return scores.softcap(cap) if torch.compiler.is_compiling() else _known_softcap(cap)
 
 
 def _mask_and_bias(

@@ -121,14 +121,13 @@ def _backend() -> Finding:
 
 
 def _engine(engine: Engine, device: str) -> Finding:
-    """A masked, scored forward and backward (where the engine takes masks and scores), compared with the reference in float64."""
+    """A masked, scored forward and backward, compared with the reference in float64."""
     title = f"{engine.name} on {device}"
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     plain = engine.name == "native"
-    unmasked = engine.name == "fa2"
-    mask: Any = None if unmasked else masks.causal if plain else masks.causal & masks.sliding_window(50)
-    score = None if plain or unmasked else scores.softcap(20.0)
+    mask: Any = masks.causal if plain else masks.causal & masks.sliding_window(50)
+    score = None if plain else scores.softcap(20.0)
     query, key, value = (torch.randn(1, 2, 150, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     problem, _ = problem_of_call(query, key, value, mask, score, Options(), "bhsd", None)
     refusal = reason_against(engine, problem, Request(engine.name, "doctor", False, False))

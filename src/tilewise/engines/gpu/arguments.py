@@ -31,8 +31,8 @@ def shape_of(p: Problem) -> Shape:
 
 
 def schedule_of(schedule: TileSchedule) -> Schedule:
-    order, offsets, starts, stops = schedule.tensors
-    return Schedule(order, offsets, starts, stops, schedule.strides)
+    order, offsets, starts, counts = schedule.tensors
+    return Schedule(order, offsets, starts, counts, schedule.strides)
 
 
 def mods_of(p: Problem) -> Mods:

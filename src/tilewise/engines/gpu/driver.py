@@ -7,7 +7,6 @@ of a tensor), then pointers, then everything that calls of one kind share.
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,6 +37,14 @@ def library() -> ctypes.CDLL:
     cuda = ctypes.CDLL("libcuda.so.1")
     cuda.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     return cuda
+
+
+@lru_cache(maxsize=1)
+def replace_address() -> Any:
+    """Sets the address of a tensor map. Drivers before CUDA 12 have no tensor maps, so this is looked up when a kernel has one."""
+    function = library().cuTensorMapReplaceAddress
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return function
 
 
 def check(code: int, what: str) -> None:
@@ -102,35 +109,6 @@ def tensor_map(t: Tensor, box: Box) -> bytes:
     return ctypes.string_at(address, MAP_BYTES)
 
 
-def finds_map_addresses() -> bool:
-    """Whether the driver keeps a tensor map's address in a known place. A constant to torch.compile."""
-    try:
-        return map_address_offset() is not None
-    except (AttributeError, OSError, RuntimeError):  # a driver without tensor maps, or none
-        return False
-
-
-finds_map_addresses._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
-
-
-@lru_cache(maxsize=1)
-def map_address_offset() -> int | None:
-    """Where a tensor map holds its tensor's address, so that another one can be written there: for the driver to do it takes a call each time.
-    Nothing documents that, so the driver is asked to change an address, and what changes is looked for; None if that is not one word."""
-    before, after = 2**40, 2**41 + 4096
-    raw = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-    at = aligned_address(raw)
-    sizes, strides, box, steps = (ctypes.c_uint64 * 2)(64, 64), (ctypes.c_uint64 * 1)(128), (ctypes.c_uint32 * 2)(64, 64), (ctypes.c_uint32 * 2)(1, 1)
-    encode = library().cuTensorMapEncodeTiled
-    check(encode(ctypes.c_void_p(at), MAP_DTYPES[torch.float16], 2, ctypes.c_void_p(before), sizes, strides, box, steps, 0, 0, 0, 0), "describing a tensor")
-    given = ctypes.string_at(at, MAP_BYTES)
-    check(library().cuTensorMapReplaceAddress(ctypes.c_void_p(at), ctypes.c_void_p(after)), "setting a tensor's address")
-    replaced = ctypes.string_at(at, MAP_BYTES)
-    offset = given.find(struct.pack("P", before))
-    is_a_word = offset >= 0 and offset % 8 == 0 and replaced == given[:offset] + struct.pack("P", after) + given[offset + 8 :]
-    return offset if is_a_word else None
-
-
 def aligned_address(buffer: Any) -> int:
     return -(-ctypes.addressof(buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
@@ -166,18 +144,20 @@ class Kernel:
         self._boxes = boxes
         self._types = [*types, *["*extra"] * extra_pointers]
         self._places, self._size = places_of(self._types)
+        self._maps_at = [place for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]
         self._buffer = ctypes.create_string_buffer(self._size + MAP_ALIGNMENT)
         self._address = aligned_address(self._buffer)
-        self._words = (ctypes.c_uint64 * (self._size // 8)).from_address(self._address)
-        self._in_place: bytes | None = None  # the arguments that the buffer holds
+        self._offset = self._address - ctypes.addressof(self._buffer)
+        self._in_place: Image | None = None  # whose arguments the buffer holds
         self._parameters = (ctypes.c_void_p * len(self._places))(*[self._address + place for place in self._places])
         self._lock = new_lock()  # the driver copies the buffer while it launches a kernel, not later
 
-    def packed(self, tma_tensors: list[Tensor], addresses: list[int], static_values: list[Any]) -> bytes:
-        """All arguments, as the driver wants them in memory."""
+    def image(self, tma_tensors: list[Tensor], addresses: list[int], static_values: list[Any]) -> "Image":
+        """All arguments in place."""
         values: list[Any] = []
         for t, box in zip(tma_tensors, self._boxes, strict=True):
             values += [tensor_map(t, box), *t.shape, *t.stride()]
+        pointers = len(values)
         values += [*addresses, *static_values]
         values += [0] * (len(self._types) - len(values))
         raw = bytearray(self._size)
@@ -186,27 +166,29 @@ class Kernel:
                 raw[place : place + MAP_BYTES] = value
             else:
                 struct.pack_into(PACK.get(kind, "P"), raw, place, value)
-        return bytes(raw)
+        at = self._places[pointers] if addresses else 0
+        return Image(bytes(raw), at, struct.Struct(f"{len(addresses)}P"))
 
-    def address_places(self, own: int) -> tuple[list[int], list[int]]:
-        """Where addresses lie among the packed arguments: those of the call's own tensors (tensor maps, then `own` pointers), and those of static tensors."""
-        maps = [place + (map_address_offset() or 0) for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]  # never None: gluon refuses
-        pointers = [place for place, t in zip(self._places, self._types, strict=True) if t.startswith("*") and t != "*extra"]
-        return maps + pointers[:own], pointers[own:]
-
-    def launch(self, programs: int, stream: int, packed: bytes, words: Sequence[int], tensors: Sequence[Tensor | int | None]) -> None:
-        """With packed arguments, and the addresses of these tensors, or these addresses, in these 8-byte words of them."""
+    def launch(self, programs: int, stream: int, image: "Image", tma_addresses: list[int], addresses: list[int]) -> None:
         with self._lock:
-            if self._in_place is not packed:
-                ctypes.memmove(self._address, packed, len(packed))
-                self._in_place = packed
-            memory = self._words
-            for word, t in zip(words, tensors, strict=True):
-                if t is not None:
-                    memory[word] = t if isinstance(t, int) else t.data_ptr()
+            if self._in_place is not image:
+                ctypes.memmove(self._address, image.raw, len(image.raw))
+                self._in_place = image
+            if addresses:
+                image.pointers.pack_into(self._buffer, self._offset + image.pointers_at, *addresses)
+            for place, address in zip(self._maps_at, tma_addresses, strict=True):
+                check(replace_address()(self._address + place, address), "setting a tensor's address")
             code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None)
         if code != 0:
             check(code, "launching a kernel")
+
+
+class Image(NamedTuple):
+    """The arguments of calls that differ only in the addresses of their own tensors."""
+
+    raw: bytes
+    pointers_at: int
+    pointers: struct.Struct
 
 
 def is_capturing(stream: int) -> bool:
@@ -217,18 +199,3 @@ def is_capturing(stream: int) -> bool:
 def current_stream(device: int) -> int:
     """The stream's handle, the quick way that torch's own compiler takes."""
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-def stream_of(device: torch.device) -> int:
-    """The device's current stream; 0 where there are none."""
-    return 0 if device.type != "cuda" else current_stream(torch.cuda.current_device() if device.index is None else device.index)
-
-
-def capture_id(stream: int) -> int:
-    """Which capture of a CUDA graph, of all in this process, the current stream takes part in; 0 if it takes part in none."""
-    if not is_capturing(stream):
-        return 0
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    asked = library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
-    check(asked, "asking which graph is captured")
-    return number.value

@@ -1,7 +1,6 @@
 """An engine whose kernels Triton compiles."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -35,16 +34,6 @@ class GpuEngine(Engine):
 
     def plan(self, problem: Problem) -> GpuPlan:
         return GpuPlan(problem)
-
-    def is_capturable(self, problem: Problem) -> bool:
-        from tilewise.engines.gpu import graph_memory
-
-        return problem.device.type == "cuda" and graph_memory.is_capturable(problem)
-
-    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
-        from tilewise.engines.gpu import graph_memory
-
-        return graph_memory.run(problem, call)
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         with on_first_build(lambda: self.background_builds().forward(problem)):

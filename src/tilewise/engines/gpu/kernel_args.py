@@ -35,7 +35,7 @@ class Schedule(NamedTuple):
     order: Tensor | None
     offsets: Tensor | None
     starts: Tensor | None
-    stops: Tensor | None
+    counts: Tensor | None
     strides: tuple[int, int]  # (batch, head), in rows of the map
 
 
@@ -59,30 +59,6 @@ class TileGeometry(NamedTuple):
     n_kv: int
     m: int
     n: int
-
-
-class BaseGeometry(NamedTuple):
-    """The base tiles of a mask, and how many programs share a row of them."""
-
-    n_heads: int
-    n_rows: int
-    n_columns: int
-    n_blocks: int
-    n_q: int
-    n_kv: int
-
-
-class RowsGeometry(NamedTuple):
-    """The rows of a tile map along one axis, over tiles across it, and the base tiles they are made of."""
-
-    n_rows: int  # of a (batch, head)
-    n_columns: int
-    n_half: int  # the most runs of one kind that a row can have
-    is_cut: int  # whether the end of the sequence cuts the last tile of a row
-    n_along: int  # base tiles
-    n_across: int
-    s_along: int
-    s_across: int
 
 
 # -- arguments of kernels that both engines have ------------------------------------------------------------------------
@@ -170,27 +146,3 @@ class ClassifyConstants(KernelConstants):
     rows: int  # elements of the mask evaluated at a time
     columns: int
     tiles_per_program: int
-
-
-@dataclass(frozen=True)
-class BaseConstants(KernelConstants):
-    forbids: int  # bits of a state
-    allows: int
-    size: int  # of a base tile
-    columns: int  # keys that a program evaluates
-
-
-@dataclass(frozen=True)
-class RowsConstants(KernelConstants):
-    forbids: int
-    allows: int
-    along: int  # base tiles of a tile
-    across: int
-    padded_along: int  # the same as powers of two
-    padded_across: int
-    chunk: int  # tiles looked at together; even, so that a row of n tiles has at most n / 2 runs of one kind, rounded up
-
-
-@dataclass(frozen=True)
-class OrderConstants(KernelConstants):
-    chunk: int

@@ -1,32 +1,23 @@
-"""From a kernel's arguments to a launch, in three steps that are repeated ever more often:
-
-    prepare     the kernel is looked up and everything packed that calls of one structure share: once for a structure
-    bind        the addresses of what follows contents are put in: the mask's and the score's tensors, tile schedules; once for a layout of documents, say
-    launch      the addresses of the call's own tensors, and off it goes: in every call
+"""From a kernel's arguments to a launch: types are read off once, arguments packed once, and the same call launches again at once.
 
 Every integer is passed as it is, so that no value of it ever makes a new kernel. What does is the arguments' types, whether rows
 can be loaded 16 bytes at a time, and the constants (see kernel_cache).
 """
 
-import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.core.problem import Problem
 from tilewise.engines.gpu import kernel_cache
 from tilewise.engines.gpu.driver import Kernel, current_stream, enter_context, is_capturing
 from tilewise.engines.gpu.generated import Generated
-from tilewise.engines.gpu.kernel_args import AlignedStrides, Strides
+from tilewise.engines.gpu.kernel_args import AlignedStrides, Schedule, Strides
 from tilewise.engines.gpu.kernel_cache import architecture
 from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, TmaBlock
 from tilewise.engines.gpu.limits import interpreted
 
-ADDRESS = struct.Struct("P")
 POINTER = {
     torch.bool: "*i1",
     torch.uint8: "*u8",
@@ -48,21 +39,6 @@ class TmaTensor(NamedTuple):
     block: tuple[int, ...]
 
 
-# Tensors that a kernel's static arguments hold, of a problem: its captures, or a tile schedule of it.
-Source = Callable[[Problem], Sequence[Tensor | None]]
-
-
-def mask_captures(p: Problem) -> tuple[Tensor, ...]:
-    return () if p.mask is None else p.mask.captures
-
-
-def score_captures(p: Problem) -> tuple[Tensor, ...]:
-    return () if p.score is None else p.score.captures
-
-
-CAPTURES = (mask_captures, score_captures)
-
-
 class Launch(NamedTuple):
     """A kernel to be launched: how many programs, with what."""
 
@@ -75,127 +51,58 @@ class Launch(NamedTuple):
     warps: int
     stages: int
     fp_fusion: bool = True  # False: every product is rounded before it is added (see compiler.py)
-    sources: tuple["Source", ...] = ()  # where the tensors of `static_args` come from, in their order
 
 
 # Values of `Launch.tensors` are tensors, None, TmaTensors, or tuples of them. A kernel is compiled for the 16-byte alignment of the pointers that are
 # arguments of their own or fields of a NamedTuple. Pointers in plain tuples, and in any tuple of `static_args`, count as unaligned.
 
 
-class BoundLaunch:
-    """A kernel with everything in place but the addresses of a call's own tensors."""
+class PreparedLaunch:
+    """A kernel with its arguments packed. Calls that differ only in their tensors' addresses launch it again."""
 
-    __slots__ = ("_kept", "_kernel", "_packed", "_programs", "_shared", "_streams", "_words", "device")
-
-    def __init__(self, kernel: Kernel, packed: bytes, programs: int, words: list[int], kept: Sequence[Tensor], device: int, for_stream: bool) -> None:
-        self._kernel, self._packed, self._programs, self._words, self.device = kernel, packed, programs, words, device
-        self._kept = kept  # tile schedules, packed by address: kept alive. Captures are their owner's
-        self._shared = not for_stream and len(kept) > 0
+    def __init__(self, launch: Launch, kernel: Kernel, static_values: list[Any], device: int) -> None:
+        self._kernel = kernel
+        self._programs = launch.programs
+        tensors = flat(launch.tensors)
+        tma_tensors = [t.tensor for t in launch.tensors.values() if type(t) is TmaTensor]
+        self._tma = len(tma_tensors)
+        self._image = kernel.image(tma_tensors, [t.data_ptr() for t in tensors[self._tma :] if t is not None], static_values)
+        self.device = device
+        self._schedule = schedule_tensors(launch.static_args)  # packed by address: kept alive
         self._streams: set[int] = set()
 
-    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
-        """With these tensors (or addresses), in the order of the kernel's parameters; None where there was none."""
+    def launch(self, tensors: Sequence[Tensor | None]) -> None:
+        """With these tensors, in the order of the kernel's parameters; None where there was none."""
         enter_context(self.device)  # this may be a thread's first call
         stream = current_stream(self.device)
-        if self._shared and (stream not in self._streams or is_capturing(stream)):
+        if self._schedule and (stream not in self._streams or is_capturing(stream)):
             self._used_on(stream)
-        self._kernel.launch(self._programs, stream, self._packed, self._words, tensors)
-
-    def bind(self, p: Problem, for_stream: bool = False) -> "BoundLaunch":
-        return self
+        addresses = [t.data_ptr() for t in tensors if t is not None]
+        self._kernel.launch(self._programs, stream, self._image, addresses[: self._tma], addresses[self._tma :])
 
     def _used_on(self, stream: int) -> None:
         """A tile schedule may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it.
         One that is captured in a graph stays: nobody tells when the graph goes."""
         if is_capturing(stream):
-            if not getattr(_graph, "owns_schedules", False):
-                _captured.append(self._kept)
+            _captured.append(self._schedule)
             return
-        for t in self._kept:
+        for t in self._schedule:
             t.record_stream(torch.cuda.current_stream(self.device))
         self._streams.add(stream)
 
 
 _captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
-_graph = threading.local()
-
-
-@contextmanager
-def schedules_of_the_graph() -> Iterator[None]:
-    """Schedules of what this thread captures are made within the graph, which fills their memory again before it reads it: they need not be kept."""
-    _graph.owns_schedules = True
-    try:
-        yield
-    finally:
-        _graph.owns_schedules = False
-
-
-class PreparedLaunch:
-    """A kernel, and its arguments packed but for addresses."""
-
-    def __init__(self, launch: Launch, kernel: Kernel, static_values: list[Any], device: int) -> None:
-        tensors = flat(launch.tensors)
-        maps = [t.tensor for t in launch.tensors.values() if type(t) is TmaTensor]
-        addresses = [t.data_ptr() for t in tensors[len(maps) :] if t is not None]
-        self._kernel, self._programs, self._sources, self.device = kernel, launch.programs, launch.sources, device
-        self._raw = kernel.packed(maps, addresses, static_values)
-        own, static = kernel.address_places(len(addresses))
-        places = iter(own)
-        self._words = [0 if t is None else next(places) // 8 for t in tensors]
-        self._static_places = static
-        tensors_given = static_tensors(launch.static_args)
-        self._dtypes = [t.dtype for t in tensors_given]
-        self._given = () if launch.sources else tensors_given
-        self._bound: BoundLaunch | None = None
-
-    def bind(self, p: Problem, for_stream: bool = False) -> BoundLaunch:
-        """For a problem of the same structure, with its captures and its schedule. `for_stream`: it will
-        be launched on the current stream alone, where the schedule is ready, and in the current capture if there is one."""
-        found = [(source, t) for source in self._sources for t in source(p) if t is not None]
-        return self._with([t for _, t in found], [t for source, t in found if source not in CAPTURES], for_stream)
-
-    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
-        """As it was prepared, for a launch that has no sources."""
-        if self._bound is None:
-            self._bound = self._with(self._given, self._given)
-        self._bound.launch(tensors)
-
-    def _with(self, tensors: Sequence[Tensor], kept: Sequence[Tensor], for_stream: bool = False) -> BoundLaunch:
-        if [t.dtype for t in tensors] != self._dtypes:  # a tensor in another's place would be read as what it is not
-            raise RuntimeError(f"a kernel's static arguments hold tensors of {self._dtypes}, its sources gave {[t.dtype for t in tensors]}")
-        raw = bytearray(self._raw)
-        for place, t in zip(self._static_places, tensors, strict=True):
-            ADDRESS.pack_into(raw, place, t.data_ptr())
-        return BoundLaunch(self._kernel, bytes(raw), self._programs, self._words, kept, self.device, for_stream)
-
-
-class KernelLaunch(Protocol):
-    """A launch, bound or not."""
-
-    @property
-    def device(self) -> int | None: ...
-
-    def bind(self, p: Problem, for_stream: bool = False) -> "KernelLaunch": ...
-
-    def launch(self, tensors: Sequence[Tensor | int | None]) -> None: ...
 
 
 class InterpretedLaunch:
-    """All three steps in Triton's interpreter."""
+    """The same in Triton's interpreter."""
 
     device = None
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 
-    def bind(self, p: Problem, for_stream: bool = False) -> "InterpretedLaunch":
-        tensors = [t for source in self._launch.sources for t in source(p) if t is not None]
-        left = iter(tensors)
-        static = {name: _rebound(value, left) for name, value in self._launch.static_args.items()}
-        assert [id(t) for t in static_tensors(static)] == [id(t) for t in tensors]
-        return InterpretedLaunch(self._launch._replace(static_args=static, sources=()))
-
-    def launch(self, tensors: Sequence[Tensor | int | None]) -> None:
+    def launch(self, tensors: Sequence[Tensor | None]) -> None:
         left = iter(tensors)
         named = {name: _refilled(value, left) for name, value in self._launch.tensors.items()}
         constants = {k: v.function() if isinstance(v, Generated) else v for k, v in self._launch.constants.items()}
@@ -203,7 +110,7 @@ class InterpretedLaunch:
         function[(self._launch.programs,)](**named, **self._launch.static_args, **constants)
 
 
-def prepare(launch: Launch, device: torch.device) -> KernelLaunch:
+def prepare(launch: Launch, device: torch.device) -> PreparedLaunch | InterpretedLaunch:
     """Look the kernel up, or build it, and pack its arguments."""
     if interpreted():
         return InterpretedLaunch(launch)
@@ -241,18 +148,11 @@ def _flatten(value: Any, found: list[Tensor | None]) -> None:
         found.append(value)
 
 
-def _refilled(value: Any, left: Iterator[Any]) -> Any:
+def _refilled(value: Any, left: Iterator[Tensor | None]) -> Any:
     """A value of `Launch.tensors` with the next tensors in place of its own."""
     if isinstance(value, tuple):
         return _like(value, [_refilled(v, left) for v in value])
     return next(left)
-
-
-def _rebound(value: Any, left: Iterator[Tensor]) -> Any:
-    """A value of `Launch.static_args` with the next tensors in place of its own."""
-    if isinstance(value, tuple) and not isinstance(value, Strides):
-        return _like(value, [_rebound(v, left) for v in value])
-    return next(left) if isinstance(value, Tensor) else value
 
 
 def _like(value: tuple[Any, ...], items: list[Any]) -> Any:
@@ -264,9 +164,10 @@ def _is_named(value: tuple[Any, ...]) -> bool:
     return hasattr(value, "_fields")
 
 
-def static_tensors(static_args: dict[str, Any]) -> list[Tensor]:
-    """Those of a launch's static arguments, in the order of the kernel's parameters."""
-    return [t for t in flat(static_args) if isinstance(t, Tensor)]
+def schedule_tensors(static_args: dict[str, Any]) -> list[Tensor]:
+    """Those of tile schedules: fields of a kernel's `args`, or the argument "tiles"."""
+    schedules = [static_args.get("tiles", ()), *[field for field in static_args.get("args", ()) if isinstance(field, Schedule)]]
+    return [t for schedule in schedules for t in schedule if isinstance(t, Tensor)]
 
 
 def _read(value: Any, types: list[Any], values: list[Any], aligned: bool = True) -> None:

@@ -11,7 +11,7 @@ from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.config import Configs, all_smaller, dot_precision
 from tilewise.engines.gpu.driver import OutOfSharedMemory
 from tilewise.engines.gpu.kernel_cache import architecture, sources_digest
-from tilewise.engines.gpu.launch import KernelLaunch, Launch, prepare
+from tilewise.engines.gpu.launch import InterpretedLaunch, Launch, PreparedLaunch, prepare
 from tilewise.engines.triton.config import is_miscompiled, table_configs
 
 
@@ -38,7 +38,7 @@ def fit_key(p: Problem, roles: tuple[str, ...]) -> FitKey:
     return FitKey(roles, p.head_dim, p.v_dim, p.dtype, dot_precision(p.dtype), p.mask is not None, score, _given_tile(p), p.device)
 
 
-def fitted(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch]) -> KernelLaunch:
+def fitted(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch]) -> PreparedLaunch | InterpretedLaunch:
     """The launch in the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
     key = fit_key(p, roles)
     configs: Configs | None = _fitting.get(key)
@@ -67,7 +67,7 @@ def tuned(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch])
             raise RuntimeError("the compiler makes wrong code of it")
         launch = make(configs)
         tensors = [t for value in launch.tensors["tensors"] for t in _for_trial(value)]
-        ready = prepare(launch, p.device).bind(p)
+        ready = prepare(launch, p.device)
         return tuning.milliseconds(lambda: ready.launch(tensors))
 
     return tuning.best(kind, roles, table_configs(roles, p), tile, milliseconds)

@@ -11,18 +11,12 @@ from tilewise.engines.gpu.kernel_args import AttentionConstants, BwdStrides, Ker
 
 
 class DecodeSplitTensors(NamedTuple):
-    """What a split leaves for `decode_combine`, or, if it is the only one, the output: the others are None."""
-
     q: Tensor
     k: Tensor
     v: Tensor
-    acc: Tensor | None  # [batch * kv heads, splits, rows, DV] weighted values of every split
-    row_max: Tensor | None  # [batch * kv heads, splits, rows]
-    row_sum: Tensor | None
-    out: Tensor | None
-    lse: Tensor | None
-    max_score: Tensor | None
-    sinks: Tensor | None
+    acc: Tensor  # [batch * kv heads, splits, rows, DV] weighted values of every split
+    row_max: Tensor  # [batch * kv heads, splits, rows]
+    row_sum: Tensor
     seed: Tensor | None
 
 
@@ -30,19 +24,23 @@ class DecodeStrides(NamedTuple):
     q: Strides
     k: Strides
     v: Strides
-    out: Strides | None
+
+
+class DecodeMods(NamedTuple):
+    """`Mods` without keep_scale, which `decode_combine` applies."""
+
+    scale: tuple[float, float, float]
+    threshold: int
+    mask: tuple[object, ...]
+    score: tuple[object, ...]
 
 
 class DecodeSplitArgs(NamedTuple):
     strides: DecodeStrides
     shape: Shape
     n_splits: int
-    mods: Mods
-
-
-@dataclass(frozen=True)
-class DecodeSplitConstants(AttentionConstants):
-    whole: bool  # there is one split: the kernel makes the output
+    tiles_per_split: int
+    mods: DecodeMods
 
 
 class DecodeCombineTensors(NamedTuple):

@@ -12,7 +12,7 @@ from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, m
 from tilewise.engines.gpu.bwd_chunks import padded_rows
 from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
 from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
-from tilewise.engines.gpu.launch import Launch, Source, mask_captures, score_captures
+from tilewise.engines.gpu.launch import Launch
 from tilewise.engines.gpu.mods import dscore_of, gauge_of, mask_of, scales, scatter_of, score_of
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.engines.triton.kernel_args import (
@@ -22,8 +22,8 @@ from tilewise.engines.triton.kernel_args import (
     DecodeCombineArgs,
     DecodeCombineConstants,
     DecodeCombineTensors,
+    DecodeMods,
     DecodeSplitArgs,
-    DecodeSplitConstants,
     DecodeSplitTensors,
     DecodeStrides,
     DkdvConstants,
@@ -46,14 +46,6 @@ def kernels() -> Mapping[str, Any]:
     from tilewise.engines.triton.kernel_table import KERNELS
 
     return KERNELS
-
-
-def query_tiles(config: Config) -> Source:
-    return lambda p: query_schedule(p, (config.m, config.n)).tensors
-
-
-def key_tiles(config: Config) -> Source:
-    return lambda p: key_schedule(p, (config.m, config.n)).tensors
 
 
 def fwd_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> FwdTensors:
@@ -81,21 +73,16 @@ def fwd_launch(p: Problem, tensors: FwdTensors, config: Config) -> Launch:
         config.warps,
         config.stages,
         fuses(p),
-        (query_tiles(config), mask_captures, score_captures),
     )
 
 
 def decode_split_tensors(p: Problem, partial: Partial, seed: Tensor | None) -> DecodeSplitTensors:
-    return DecodeSplitTensors(p.query, p.key, p.value, *partial, None, None, None, None, seed)
-
-
-def decode_whole_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> DecodeSplitTensors:
-    return DecodeSplitTensors(p.query, p.key, p.value, None, None, None, out, lse, max_score, p.sinks, seed)
+    return DecodeSplitTensors(p.query, p.key, p.value, *partial, seed)
 
 
 def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, config: Config) -> Launch:
-    rows, out = p.heads // p.kv_heads * p.q_len, tensors.out
-    constants = attention_constants(p, (padded_dim(rows), config.n), False, config.stages)
+    rows = p.heads // p.kv_heads * p.q_len
+    scale, _, threshold, mask, score = mods_of(p)
     return Launch(
         "decode_split",
         kernels,
@@ -103,21 +90,17 @@ def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, co
         {"tensors": tensors},
         {
             "args": DecodeSplitArgs(
-                DecodeStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v), None if out is None else strides(out)),
+                DecodeStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v)),
                 shape_of(p),
                 splits,
-                mods_of(p),
+                -(-p.kv_len // (config.n * splits)),
+                DecodeMods(scale, threshold, mask, score),
             )
         },
-        {
-            "MASK": mask_of(p),
-            "SCORE": score_of(p),
-            "C": DecodeSplitConstants(**asdict(replace(constants, sinks=tensors.sinks is not None)), whole=out is not None),
-        },
+        {"MASK": mask_of(p), "SCORE": score_of(p), "C": attention_constants(p, (padded_dim(rows), config.n), False, config.stages)},
         config.warps,
         config.stages,
         fuses(p),
-        (mask_captures, score_captures),
     )
 
 
@@ -196,7 +179,6 @@ def bwd_launch(p: Problem, tensors: BwdTensors, wanted: frozenset[int], dkdv: Co
         dkdv.warps,
         dkdv.stages,
         fuses(p),
-        (key_tiles(dkdv), query_tiles(dq), mask_captures, score_captures),
     )
 
 
@@ -245,7 +227,6 @@ def dq_postprocess_launch(p: Problem, tensors: DqPostprocessTensors, config: Con
         4,
         1,
         fuses(p),
-        (query_tiles(config), mask_captures, score_captures),
     )
 
 

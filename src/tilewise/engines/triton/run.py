@@ -1,7 +1,6 @@
 """How a problem becomes launches of the Triton kernels: a pass prepares them once, and runs them for every call like the first."""
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,41 +15,32 @@ from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks, sums_rows
 from tilewise.engines.gpu.config import padded_dim
 from tilewise.engines.gpu.decoding import is_decoding
-from tilewise.engines.gpu.device_map import is_made_on_device
 from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.gpu.limits import MAX_TILE_SPAN, sm_count, tile_span
 from tilewise.engines.gpu.mods import gain_of
-from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_key
-from tilewise.engines.gpu.structure import Pass
+from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.triton import fixed_point, launches
 from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SHIFT_TERMS, SPARSE, table_config
 from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS
-from tilewise.lang import Program
 
-PROGRAMS_PER_SM, TILES_PER_SPLIT = 3, 4  # of decoding: what registers and shared memory allow, and tiles at least
-# In the time in which one of that many programs reads a key tile (2.7 us of 64 keys and values of head dim 128 on an H200): what a program takes besides,
-# what combining takes, and how much faster programs get when they are alone on their multiprocessors.
-PROGRAM, COMBINE, LONE = 0.55, 1.9, 0.5
+PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT = 2, 2, 4
 
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
         return attend_nothing(p)
-    ready = plan.prepared(FORWARD, p, "triton", lambda: _prepared_forward(p))
+    ready = plan.prepared(FORWARD, p, lambda: _prepared_forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 
 
-def _prepared_forward(p: Problem) -> "Forward | DecodeWhole | Decode":
-    if not is_decoding(p):
-        return Forward(p)
-    splits = split_count(p)
-    return DecodeWhole(p) if splits == 1 else Decode(p, splits)
+def _prepared_forward(p: Problem) -> ForwardPass:
+    return Decode(p) if is_decoding(p) else Forward(p)
 
 
-class Forward(Pass):
+class Forward:
     """One launch: online softmax over the key tiles of every query tile."""
 
     def __init__(self, p: Problem) -> None:
@@ -65,27 +55,12 @@ class Forward(Pass):
         return output
 
 
-class DecodeWhole(Pass):
-    """One launch: a program for every key head, with all its keys."""
+class Decode:
+    """Two launches: the keys are split among programs, and the splits of every row combined."""
 
     def __init__(self, p: Problem) -> None:
         self._outputs = EmptyOutputs(p)
-        tensors = launches.decode_whole_tensors(p, *self._outputs(p.query), seed_of(p))
-        self._decode = fitted(p, DECODE, lambda configs: launches.decode_split_launch(p, tensors, 1, *configs))
-        self.device = self._decode.device
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
-        output = self._outputs(query)
-        self._decode.launch([query, key, value, None, None, None, *output, sinks, seed])
-        return output
-
-
-class Decode(Pass):
-    """Two launches: the keys are split among programs, and the splits of every row combined."""
-
-    def __init__(self, p: Problem, splits: int) -> None:
-        self._outputs = EmptyOutputs(p)
-        self._v_dim = p.v_dim
+        self._v_dim, splits = p.v_dim, split_count(p)
         self._shape = (p.batch * p.kv_heads, splits, p.heads // p.kv_heads * p.q_len)
         partial, output = self._partial(p.query), self._outputs(p.query)
         tensors = launches.decode_split_tensors(p, partial, seed_of(p))
@@ -101,7 +76,7 @@ class Decode(Pass):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
         output, partial = self._outputs(query), self._partial(query)
-        self._split.launch([query, key, value, *partial, None, None, None, None, seed])
+        self._split.launch([query, key, value, *partial, seed])
         self._combine.launch([*partial, *output, sinks])
         return output
 
@@ -112,7 +87,7 @@ def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_l
         p, plan = p.replaced(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
     if tile_span(grad_out) >= MAX_TILE_SPAN:
         grad_out = grad_out.contiguous()
-    dq, dk, dv = torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value)
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
     delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     captured: dict[int, Tensor] = {}
     if p.query.numel() and p.key.numel():
@@ -144,7 +119,7 @@ class BackwardTensors(NamedTuple):
 def run_backward(p: Problem, plan: GpuPlan, wanted: frozenset[int], t: BackwardTensors) -> dict[int, Tensor]:
     """One chunk: dQ, dK, dV and delta into their tensors; the gradients of the wanted captures by slot."""
     name = ("backward", backward_key(p, t.out, t.lse, t.grad_out, t.dlse), wanted)
-    return plan.prepared(name, p, "triton", lambda: _prepared_backward(p, wanted, t)).run(p, t)
+    return plan.prepared(name, p, lambda: _prepared_backward(p, wanted, t)).run(p, t)
 
 
 def _prepared_backward(p: Problem, wanted: frozenset[int], t: BackwardTensors) -> "BackwardPass":
@@ -161,7 +136,7 @@ def adds_dq_atomically(p: Problem, wanted: frozenset[int]) -> bool:
     return p.dtype != torch.float32 and max(p.head_dim, p.v_dim) <= MAX_ATOMIC_DQ_DIM and not p.deterministic and not wanted
 
 
-class BackwardPass(Pass, ABC):
+class BackwardPass(ABC):
     """delta (`bwd_preprocess`), then the gradients, which are made in one of four ways."""
 
     def __init__(self, p: Problem, wanted: frozenset[int], t: BackwardTensors) -> None:
@@ -170,7 +145,7 @@ class BackwardPass(Pass, ABC):
         tensors = launches.bwd_preprocess_tensors(t.out, t.grad_out, t.lse, t.dlse, t.delta, shift)
         self._preprocess = prepare(launches.bwd_preprocess_launch(p, tensors), p.device)
         if tuning.is_on():  # trials of the kernels that follow should see numbers
-            self._preprocess.bind(p).launch([t.out, t.grad_out, t.lse, t.dlse, t.delta, shift])
+            self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, t.delta, shift])
         self._prepare(p, launches.bwd_tensors(p, t.grad_out, t.lse, t.delta, shift, (t.dq, t.dk, t.dv), seed_of(p)))
 
     @abstractmethod
@@ -285,34 +260,13 @@ def fwd_role(p: Problem) -> str:
 
 
 def fwd_roles(p: Problem) -> tuple[str, ...]:
-    """Those that may be taken. Nobody looks at maps that are made on the device: those of masks that load from tensors by query and by key (documents) are
-    likely to be sparse, those by one of them (padding) are not."""
-    if p.mask is None or p.given_tiles is not None or table_config("sparse_fwd", p) == table_config("fwd", p):
-        return ("fwd",)
-    if is_made_on_device(p):
-        return ("sparse_fwd",) if loads_by_query_and_key(p.mask.program) else ("fwd",)
-    return "fwd", "sparse_fwd"
-
-
-def loads_by_query_and_key(program: Program) -> bool:
-    loaded_by = [program.dependencies[k] for k, instruction in enumerate(program.instructions) if instruction.op == "load"]
-    return {"q", "kv"} <= frozenset().union(*loaded_by)
+    """Those that may be taken."""
+    mapped = p.mask is not None and p.given_tiles is None
+    return ("fwd", "sparse_fwd") if mapped and table_config("sparse_fwd", p) != table_config("fwd", p) else ("fwd",)
 
 
 def split_count(p: Problem) -> int:
-    return best_split_count(-(-p.kv_len // table_config("decode", p).n), p.batch * p.kv_heads, PROGRAMS_PER_SM * sm_count(p.device))
-
-
-@lru_cache(maxsize=1024)
-def best_split_count(tiles: int, heads: int, slots: int) -> int:
-    """Of the keys of each head, `tiles` key tiles, where `slots` programs run at a time: the count that takes the shortest time, in key tiles.
-
-    Memory is the limit, so programs in a last round that is not full are faster, but not by more than 1 / LONE. The more splits, the shorter is that round;
-    but each program takes time to begin and to store what it found, and two splits and more are combined by another launch.
-    """
-
-    def time(splits: int) -> float:
-        rounds, rest = divmod(heads * splits, slots)
-        return (tiles / splits + PROGRAM) * (rounds + (max(rest / slots, LONE) if rest else 0.0)) + (COMBINE if splits > 1 else 0.0)
-
-    return min(range(1, max(1, min(tiles // TILES_PER_SPLIT, MAX_SPLITS)) + 1), key=time)
+    """As many programs as run at a time, each with a few key tiles at least; but one of a (batch, head) alone would end late."""
+    tiles = -(-p.kv_len // table_config("decode", p).n)
+    wanted = -(-PROGRAMS_PER_SM * sm_count(p.device) // (p.batch * p.kv_heads))
+    return max(1, min(max(wanted, MIN_SPLITS), tiles // TILES_PER_SPLIT, MAX_SPLITS))

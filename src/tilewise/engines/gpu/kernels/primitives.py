@@ -55,27 +55,26 @@ def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 # A row of a tile schedule visits runs of consecutive tiles, in three groups: full tiles, full tiles that the end of the sequence cuts, partial tiles.
-# offsets[4 row + g] is the first run of group g, offsets[4 row + 3] the end of the row's runs; starts and stops give each run's first tile and the one after
-# its last.
+# offsets[3 row + g] is the first run of group g; starts and counts give each run's first tile and number of tiles.
 
 
 @triton.jit
 def full_runs(schedule, row):
     """The runs whose tiles need to check neither the end of the sequence nor the mask."""
-    return tl.load(schedule.offsets + 4 * row), tl.load(schedule.offsets + 4 * row + 1)
+    return tl.load(schedule.offsets + 3 * row), tl.load(schedule.offsets + 3 * row + 1)
 
 
 @triton.jit
 def masked_runs(schedule, row):
     """The other runs."""
-    return tl.load(schedule.offsets + 4 * row + 1), tl.load(schedule.offsets + 4 * row + 3)
+    return tl.load(schedule.offsets + 3 * row + 1), tl.load(schedule.offsets + 3 * row + 3)
 
 
 @triton.jit
 def all_runs(schedule, row, MAPPED: tl.constexpr):
     """Without a tile map everything is one run."""
     if MAPPED:
-        return tl.load(schedule.offsets + 4 * row), tl.load(schedule.offsets + 4 * row + 3)
+        return tl.load(schedule.offsets + 3 * row), tl.load(schedule.offsets + 3 * row + 3)
     else:
         return 0, 1
 
@@ -83,7 +82,8 @@ def all_runs(schedule, row, MAPPED: tl.constexpr):
 @triton.jit
 def run_of(schedule, run):
     """A run's first tile, and the one after its last."""
-    return tl.load(schedule.starts + run), tl.load(schedule.stops + run)
+    start = tl.load(schedule.starts + run)
+    return start, start + tl.load(schedule.counts + run)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def mask_applies(schedule, row, run, GIVEN: tl.constexpr):
     Only a caller's own tiles (GIVEN) can be full where the mask forbids something. All others are full because the mask allows everything.
     """
     if GIVEN:
-        return tl.where(run >= tl.load(schedule.offsets + 4 * row + 2), -1, 0)
+        return tl.where(run >= tl.load(schedule.offsets + 3 * row + 2), -1, 0)
     else:
         return -1
 
