@@ -162,3 +162,20 @@ def test_a_map_whose_masks_tensors_had_to_be_moved(monkeypatch: pytest.MonkeyPat
     finally:
         observers.remove(watch)
     assert bound == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": "0.1"}, "dropout_p must be a number"),
+        ({"dropout_p": None}, "dropout_p must be a number"),
+        ({"dropout_p": torch.tensor([0.1, 0.2])}, "dropout_p must be a number"),
+        ({"dropout_p": torch.tensor(0.1, device="meta")}, "dropout_p must be a number"),
+        ({"is_causal": "yes"}, "is_causal must be True or False"),
+        ({"is_causal": torch.tensor([True, False])}, "is_causal must be True or False"),
+        ({"deterministic": torch.tensor(True, device="meta")}, "deterministic must be True or False"),
+    ],
+)
+def test_options_of_no_meaning(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TilewiseError, match=message):
+        tw.attention(X, X, X, **options)

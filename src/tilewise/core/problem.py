@@ -164,10 +164,11 @@ class Options(NamedTuple):
         if torch.compiler.is_compiling():
             return plain
         if type(plain.dropout_p) is not float and type(plain.dropout_p) is not int:
-            plain = plain._replace(dropout_p=check_dropout(plain.dropout_p))
+            plain = plain._replace(dropout_p=check_dropout(_number(plain.dropout_p, "dropout_p")))
         if type(plain.is_causal) is not bool or type(plain.enable_gqa) is not bool or type(plain.deterministic) not in (bool, type(None)):
-            given = plain.deterministic
-            plain = plain._replace(is_causal=bool(plain.is_causal), enable_gqa=bool(plain.enable_gqa), deterministic=None if given is None else bool(given))
+            chosen = None if plain.deterministic is None else _truth(plain.deterministic, "deterministic")
+            is_causal, enable_gqa = _truth(plain.is_causal, "is_causal"), _truth(plain.enable_gqa, "enable_gqa")
+            plain = plain._replace(is_causal=is_causal, enable_gqa=enable_gqa, deterministic=chosen)
         return plain
 
     def without_causal(self) -> "Options":
@@ -390,12 +391,26 @@ def check_scale(scale: Any) -> float:
         return symbol if torch.compiler.is_compiling() else float(scale)
     if isinstance(scale, Tensor) and (scale.requires_grad or torch.compiler.is_compiling()):  # its gradient would be lost, or its value is not known yet
         raise InputError("scale must be a number, got a tensor that is learned or compiled; such a scale is a score: score=lambda s, b, h, q, kv: s * scale")
-    if isinstance(scale, (str, bytes)) or getattr(scale, "shape", ()) != ():
-        raise InputError(f"scale must be a number (or an array or tensor of no dimensions), got {scale!r}")
+    return _number(scale, "scale")
+
+
+def _number(value: Any, name: str) -> float:
+    """A number of whatever library as one of Python's."""
+    if isinstance(value, (str, bytes)) or getattr(value, "shape", ()) != ():
+        raise InputError(f"{name} must be a number (or an array or tensor of no dimensions), got {value!r}")
     try:
-        return float(scale)
+        return float(value)
     except (TypeError, ValueError, RuntimeError):  # the last: a tensor without contents
-        raise InputError(f"scale must be a number, got {type(scale).__name__} {scale!r}") from None
+        raise InputError(f"{name} must be a number, got {type(value).__name__} {value!r}") from None
+
+
+def _truth(value: Any, name: str) -> bool:
+    if isinstance(value, (str, bytes)) or getattr(value, "shape", ()) != ():
+        raise InputError(f"{name} must be True or False, got {value!r}")
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # the last: a tensor without contents
+        raise InputError(f"{name} must be True or False, got {type(value).__name__} {value!r}") from None
 
 
 def check_dropout(p: float) -> float:
