@@ -1,0 +1,196 @@
+"""Ranks that disagree or fail on purpose: every rank must raise the same error, and the group must work afterwards."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import distributed as twd
+from tilewise import masks, scores
+from tilewise.engines.blocked import BlockedEngine
+
+LENGTH, SIZES = 300, {"heads": 2, "kv_heads": 1, "head_dim": 8}
+
+
+def check_faults() -> None:
+    """The middle rank of three does something else than the others, at every stage."""
+    is_odd = dist.get_rank() == 1
+    plan = _plan()
+    for name, (match, fault) in FAULTS.items():
+        with pytest.raises(twd.DisagreementError, match=match) as raised:
+            fault(is_odd, plan)
+        _assert_same_everywhere(name, str(raised.value))
+        _attend(plan)  # nobody waits for a collective of the failed call
+
+
+def _plan(mask: Any = masks.causal, **other: Any) -> twd.Plan:
+    return twd.plan(mask, **{"length": LENGTH, "strategy": "needed", "head_groups": 1, **SIZES, **other})
+
+
+def _inputs(plan: twd.Plan, grad: bool = True) -> list[Tensor]:
+    shapes = [(1, heads, plan.local_length, 8) for heads in (2, 1, 1)]
+    return [torch.randn(shape, requires_grad=grad) for shape in shapes]
+
+
+def _attend(plan: twd.Plan | twd.MaskPlan, inputs: list[Tensor] | None = None, **options: Any) -> None:
+    out = twd.attention(*(_inputs(plan if isinstance(plan, twd.Plan) else plan.whole) if inputs is None else inputs), plan=plan, backend="blocked", **options)
+    if out.requires_grad:
+        out.sum().backward()
+
+
+def _other_mask(is_odd: bool, plan: twd.Plan) -> None:
+    _plan(masks.causal if is_odd else masks.full)
+
+
+def _other_window(is_odd: bool, plan: twd.Plan) -> None:
+    _plan(masks.sliding_window(5 if is_odd else 6))
+
+
+def _other_documents(is_odd: bool, plan: twd.Plan) -> None:
+    ids = torch.arange(LENGTH) // (100 if is_odd else 50)
+    _plan(lambda b, h, q, kv: ids[q] == ids[kv])
+
+
+def _other_version(is_odd: bool, plan: twd.Plan) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_odd:
+            patch.setattr(sys.modules["tilewise.distributed.plan"], "__version__", "0.0.1")
+        _plan()
+
+
+def _mask_that_fails(is_odd: bool, plan: twd.Plan) -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        if is_odd:
+            raise ValueError("this mask is broken")
+        return q >= kv
+
+    _plan(mask)
+
+
+def _bad_shapes(is_odd: bool, plan: twd.Plan) -> None:
+    q, k, v = _inputs(plan)
+    _attend(plan, [q, k[:, :, 1:], v[:, :, 1:]] if is_odd else [q, k, v])
+
+
+def _other_batch(is_odd: bool, plan: twd.Plan) -> None:
+    _attend(plan, [t.expand(2, -1, -1, -1) for t in _inputs(plan)] if is_odd else None)
+
+
+def _other_dtype(is_odd: bool, plan: twd.Plan) -> None:
+    _attend(plan, [t.double() for t in _inputs(plan)] if is_odd else None)
+
+
+def _other_score(is_odd: bool, plan: twd.Plan) -> None:
+    _attend(plan, score=scores.softcap(10.0) if is_odd else scores.softcap(20.0))
+
+
+def _no_score(is_odd: bool, plan: twd.Plan) -> None:
+    _attend(plan, score=None if is_odd else scores.softcap(20.0))
+
+
+def _frozen(is_odd: bool, plan: twd.Plan) -> None:
+    _attend(plan, _inputs(plan, grad=not is_odd))
+
+
+def _other_call(is_odd: bool, plan: twd.Plan) -> None:
+    """One rank makes a plan while the others attend."""
+    if is_odd:
+        _plan()
+    else:
+        _attend(plan)
+
+
+def _kernel_fails(is_odd: bool, plan: twd.Plan) -> None:
+    with _broken("forward") if is_odd else _fine():
+        _attend(plan)
+
+
+def _gradient_fails(is_odd: bool, plan: twd.Plan) -> None:
+    with _broken("backward") if is_odd else _fine():
+        _attend(plan)
+
+
+def _unknown_backend(is_odd: bool, plan: twd.Plan) -> None:
+    twd.attention(*_inputs(plan), plan=plan, backend="gluon" if is_odd else "blocked")
+
+
+def _changed_documents(is_odd: bool, plan: twd.Plan) -> None:
+    ids = torch.arange(LENGTH) // 100
+    documents = _plan(lambda b, h, q, kv: ids[q] == ids[kv])
+    _attend(documents)
+    if is_odd:
+        ids.add_(1)
+    _attend(documents)
+
+
+def _changed_before_the_backward(is_odd: bool, plan: twd.Plan) -> None:
+    ids = torch.arange(LENGTH) // 100
+    documents = _plan(lambda b, h, q, kv: ids[q] == ids[kv])
+    out = twd.attention(*_inputs(documents), plan=documents, backend="blocked")
+    if is_odd:
+        ids.add_(1)
+    out.sum().backward()
+
+
+def _no_key_heads(is_odd: bool, plan: twd.Plan) -> None:
+    _plan(kv_heads=0 if is_odd else 1)
+
+
+def _no_mask_named(is_odd: bool, plan: twd.Plan) -> None:
+    several = _plan({"one": masks.causal, "two": masks.full})
+    _attend(several if is_odd else several["one"])
+
+
+def _other_mask_inside(is_odd: bool, plan: twd.Plan) -> None:
+    with twd.context(plan):
+        tw.attention(*_inputs(plan), mask=masks.full if is_odd else masks.causal, enable_gqa=True)
+
+
+@contextmanager
+def _broken(what: str) -> Iterator[None]:
+    def fail(*_: Any) -> Any:
+        raise MemoryError(f"no memory for the {what}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockedEngine, what, fail)
+        yield
+
+
+@contextmanager
+def _fine() -> Iterator[None]:
+    yield
+
+
+FAULTS: dict[str, tuple[str, Callable[[bool, twd.Plan], None]]] = {
+    "other mask": ("mask mask differs: ranks 0, 2 .*, rank 1 ", _other_mask),
+    "other window": (r"mask mask differs: ranks 0, 2 .*\[6.*, rank 1 .*\[5", _other_window),
+    "other documents": ("mask mask differs: ranks 0, 2 ", _other_documents),
+    "other version": ("tilewise differs: ranks 0, 2 .*, rank 1 0.0.1", _other_version),
+    "broken mask": ("rank 1: .*this mask is broken.*; ranks 0, 2: no error", _mask_that_fails),
+    "bad shapes": (r"rank 1: InputError: key has .* the plan is for .*; ranks 0, 2: no error", _bad_shapes),
+    "other batch": ("batch size differs: ranks 0, 2 1, rank 1 2", _other_batch),
+    "other dtype": ("dtype differs: ranks 0, 2 torch.float32, rank 1 torch.float64", _other_dtype),
+    "other score": ("score differs: ranks 0, 2 ", _other_score),
+    "no score": ("score differs: ranks 0, 2 .*, rank 1 none", _no_score),
+    "frozen inputs": ("want a gradient differs: ranks 0, 2 .*, rank 1 ", _frozen),
+    "other call": ("call differs: ranks 0, 2 attention under plan 1, mask mask, rank 1 plan;", _other_call),
+    "changed documents": ("rank 1: InputError: a tensor that mask 'mask' loads from has changed", _changed_documents),
+    "changed before the backward": ("rank 1: InputError: a tensor that mask 'mask' loads from has changed", _changed_before_the_backward),
+    "no key heads": ("rank 1: InputError: batch, heads, kv_heads, head_dim and v_dim must be at least 1", _no_key_heads),
+    "no mask named": ("rank 1: InputError: the plan has several masks", _no_mask_named),
+    "other mask inside": ("rank 1: InputError: inside tilewise.distributed.context", _other_mask_inside),
+    "forward": ("rank 1: MemoryError: no memory for the forward; ranks 0, 2: no error", _kernel_fails),
+    "backward": ("rank 1: MemoryError: no memory for the backward; ranks 0, 2: no error", _gradient_fails),
+    "backend": ("backend differs: ranks 0, 2 blocked, rank 1 gluon", _unknown_backend),
+}
+
+
+def _assert_same_everywhere(name: str, text: str) -> None:
+    texts = twd.agree.gather_texts((dist.group.WORLD,), text)
+    assert len(set(texts)) == 1, f"{name}: {texts}"

@@ -1,0 +1,48 @@
+"""What ranks of a shared sequence compute, one after the other in this process, by the error rule."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.cases import Case, by_function
+from tests.support.error_rule import check
+from tests.support.grammar import MASKS, SCORES
+from tests.support.shards import SHARED, by_shards
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_shards(case: Case, stages: int, dtype: torch.dtype) -> None:
+    check(case, "flex", dtype=dtype, computed=by_shards(3, stages))
+
+
+@pytest.mark.parametrize("case", SHARED[-1:], ids=str)
+def test_heads_and_rows(case: Case) -> None:
+    check(case, "blocked", computed=by_shards(4, 1))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Case:
+    """Masks and scores of the grammar, on sequences of several tiles."""
+    ratio, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    mask, steps = draw(MASKS), draw(SCORES)
+    return Case(
+        f"{mask.text}; {', '.join(s.text for s in steps) or 'no score'}; numbers {draw(st.integers(0, 999))}",
+        batch=draw(st.integers(1, 2)),
+        heads=ratio * kv_heads,
+        kv_heads=kv_heads,
+        q_len=draw(st.integers(100, 300)),
+        head_dim=8,
+        mask=lambda source: by_function(source, mask.build(source)),
+        score=(lambda source: [s.build(source) for s in steps]) if steps else None,
+        options=draw(st.sampled_from([{}, {"dropout_p": 0.4, "seed": 9}])),
+        through=("out", "lse"),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(problems(), st.integers(1, 5), st.integers(1, 2))
+def test_generated_masks_and_scores(case: Case, ranks: int, stages: int) -> None:
+    check(case, "blocked", computed=by_shards(ranks, stages))
