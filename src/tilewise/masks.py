@@ -7,6 +7,7 @@ combine with `&`, `|` and `~`, with each other and with plain functions:
     masks.document(ids) & (lambda b, h, q, kv: q >= kv)
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,36 @@ from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.named import Covers, Named, covers, named
 from tilewise.sizes import equal
 
+__all__ = [
+    "Grid",
+    "Mask",
+    "MaskFunction",
+    "as_mask",
+    "block_diffusion",
+    "causal",
+    "causal_lower_right",
+    "cross",
+    "dilated_window",
+    "document",
+    "full",
+    "global_tokens",
+    "ids_of_lengths",
+    "neighborhood",
+    "on_grid",
+    "padding",
+    "per_batch",
+    "prefix_lm",
+    "radial",
+    "shared_prefix",
+    "sliding_tile",
+    "sliding_window",
+    "spatial_temporal",
+    "tree",
+]
+
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""f(b, h, q, kv): whether query q of head h of batch element b may attend to key kv."""
+Axis = tuple[int, int, int, int, bool]  # of a grid: size, window, stride, dilation, is_causal; a plain tuple, so that calls can be cached
 
 
 class Grid(NamedTuple):
@@ -88,7 +118,13 @@ class Mask(Named):
     def __repr__(self) -> str:
         return f"Mask({self.name})"
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether it has been traced for good."""
+        return self._trace is not None
+
     def traced(self) -> BoundProgram:
+        """The mask as a program."""
         if torch.compiler.is_compiling() or not self.fixed:
             return trace_mask(self.function)
         kept = self._trace
@@ -96,6 +132,10 @@ class Mask(Named):
             trace = trace_mask(self.function)
             kept = self._trace = (trace, _forms(trace.captures))
         return kept[0]
+
+    def assume(self, trace: BoundProgram) -> None:
+        """Take this for the trace of a `fixed` mask: one like it was traced, with other tensors and numbers."""
+        self._trace = (trace, _forms(trace.captures))
 
 
 def _forms(captures: tuple[Tensor, ...]) -> list[tuple[torch.dtype, torch.Size]]:
@@ -165,7 +205,11 @@ def at_most(value: Any, limit: int) -> Any:
 
 
 full = Mask(lambda b, h, q, kv: True, "full", fixed=True)
+"""Every query sees every key."""
+
 causal = Mask(lambda b, h, q, kv: q >= kv, "causal", fixed=True)
+"""Query i sees keys 0 to i: aligned to the upper left, as in torch's SDPA. A decoder that continues a cache wants causal_lower_right."""
+
 full.made_by, causal.made_by = "full", "causal"
 
 
@@ -204,7 +248,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
     """All queries see the first `prefix` keys (a number, or one per batch element); the rest is causal."""
     if isinstance(prefix, Tensor):
         lengths = _integers(prefix, 1, "prefix_lm")
-        return Mask(lambda b, h, q, kv: (kv < lengths[b]) | (q >= kv), "prefix_lm", "per batch", covers=covers("prefix_lm", b=len(lengths)))
+        return Mask(lambda b, h, q, kv: (kv < lengths[b]) | (q >= kv), "prefix_lm", "per batch", covers=covers("prefix_lm", b=lengths.shape[0]))
     return Mask(lambda b, h, q, kv: at_most(kv + 1, prefix) | (q >= kv), "prefix_lm", prefix)
 
 
@@ -225,11 +269,11 @@ def document(ids: Tensor | None = None, kv_ids: Tensor | None = None, *, lengths
     if q_ids.dim() != k_ids.dim():
         raise InputError(f"document ids of shape {tuple(q_ids.shape)} and kv_ids of shape {tuple(k_ids.shape)} must have the same number of dimensions")
     if q_ids.dim() == 2:
-        if len(q_ids) != len(k_ids):
+        if q_ids.shape[0] != k_ids.shape[0]:
             raise InputError(f"document ids of shape {tuple(q_ids.shape)} and kv_ids of shape {tuple(k_ids.shape)} must be of one batch size")
-        known = covers("document", b=len(q_ids), q=q_ids.shape[1], kv=k_ids.shape[1])
+        known = covers("document", b=q_ids.shape[0], q=q_ids.shape[1], kv=k_ids.shape[1])
         return Mask(lambda b, h, q, kv: q_ids[b, q] == k_ids[b, kv], "document", covers=known)
-    return Mask(lambda b, h, q, kv: q_ids[q] == k_ids[kv], "document", covers=covers("document", q=len(q_ids), kv=len(k_ids)))
+    return Mask(lambda b, h, q, kv: q_ids[q] == k_ids[kv], "document", covers=covers("document", q=q_ids.shape[0], kv=k_ids.shape[0]))
 
 
 def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -242,7 +286,7 @@ def ids_of_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
 def padding(lengths: Tensor) -> Mask:
     """Key kv of batch element b counts only if kv < lengths[b]."""
     valid = _integers(lengths, 1, "padding")
-    return Mask(lambda b, h, q, kv: kv < valid[b], "padding", covers=covers("padding", b=len(valid)))
+    return Mask(lambda b, h, q, kv: kv < valid[b], "padding", covers=covers("padding", b=valid.shape[0]))
 
 
 @named
@@ -251,7 +295,7 @@ def global_tokens(which: int | Tensor) -> Mask:
     if isinstance(which, Tensor):
         if which.dtype != torch.bool or which.dim() != 1:
             raise InputError(f"global_tokens takes a number or a boolean (S,) tensor, got {which.dtype} of shape {tuple(which.shape)}")
-        return Mask(lambda b, h, q, kv: which[q] | which[kv], "global_tokens", covers=covers("global_tokens", q=len(which), kv=len(which)))
+        return Mask(lambda b, h, q, kv: which[q] | which[kv], "global_tokens", covers=covers("global_tokens", q=which.shape[0], kv=which.shape[0]))
     return Mask(lambda b, h, q, kv: at_most(q + 1, which) | at_most(kv + 1, which), "global_tokens", which)
 
 
@@ -281,7 +325,7 @@ def _after_prefix(documents: int, start: Tensor, prefix_start: Tensor, prefix_en
         prompt = (kv >= prefix_start[q]) & (kv < prefix_end[q]) & (prefix_start[q] != start[q])
         return own | prompt
 
-    return Mask(shared, "shared_prefix", f"{documents} documents", covers=covers("shared_prefix", q=len(start), kv=len(start)))
+    return Mask(shared, "shared_prefix", f"{documents} documents", covers=covers("shared_prefix", q=start.shape[0], kv=start.shape[0]))
 
 
 @named
@@ -329,18 +373,43 @@ def tree(parents: Sequence[int] | Tensor, prefix: int = 0) -> Mask:
 
 
 @named
-def neighborhood(shape: int | Sequence[int], window: int | Sequence[int]) -> Mask:
-    """Each token of a 1-D, 2-D or 3-D grid (row-major) sees the `window` nearest along every axis.
+def neighborhood(
+    shape: int | Sequence[int],
+    window: int | Sequence[int],
+    *,
+    stride: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] = 1,
+    is_causal: bool | Sequence[bool] = False,
+) -> Mask:
+    """Each token of a 1-D, 2-D or 3-D grid (row-major) sees the `window` nearest along every axis: NATTEN's neighborhood attention.
 
     At the border the window is moved inwards, never cut: every token sees the same number of neighbours.
+
+    stride      so many tokens side by side share the window of the one in their middle
+    dilation    only every `dilation`-th token counts, starting from the query's own
+    is_causal   along this axis the window ends at the query, and is cut at the border
+
+    Each is one value for all axes, or one for each.
     """
     sizes, windows = _grid(shape, window, "neighborhood")
+    strides, dilations = _per_axis(stride, len(sizes), "stride"), _per_axis(dilation, len(sizes), "dilation")
+    causals = (is_causal,) * len(sizes) if isinstance(is_causal, bool) else tuple(is_causal)
+    if len(causals) != len(sizes) or not all(isinstance(c, bool) for c in causals):
+        raise InputError(f"neighborhood: is_causal is True or False, or one of them for each of {len(sizes)} axes, got {is_causal!r}")
+    for size, w, s, d in zip(sizes, windows, strides, dilations, strict=True):
+        if not 1 <= s <= w or d < 1 or w * d > size:
+            raise InputError(f"neighborhood: a stride is from 1 to the window, window * dilation at most the size, got {s}, {d} for {w} of {size}")
+    axes = tuple(zip(sizes, windows, strides, dilations, causals, strict=True))
 
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return _inside_windows(_coordinates(q, sizes), _coordinates(kv, sizes), sizes, windows)
+        return _inside_windows(_coordinates(q, sizes), _coordinates(kv, sizes), axes)
 
     points = _product(sizes)
-    return Mask(near, "neighborhood", _by(sizes), _by(windows), grid=Grid(sizes, windows), covers=covers("neighborhood", q=points, kv=points))
+    said = [f"stride {_by(strides)}"] if max(strides) > 1 else []
+    said += [f"dilation {_by(dilations)}"] if max(dilations) > 1 else []
+    said += [f"causal along axis {axis}" for axis, causal_here in enumerate(causals) if causal_here]
+    grid = Grid(sizes, tuple([w * d for w, d in zip(windows, dilations, strict=True)]))
+    return Mask(near, "neighborhood", _by(sizes), _by(windows), *said, grid=grid, covers=covers("neighborhood", q=points, kv=points))
 
 
 @named
@@ -364,15 +433,76 @@ def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int
     if len(tiles) != len(sizes) or any(t < 1 or s % t or w % t for s, w, t in zip(sizes, windows, tiles, strict=True)):
         raise InputError(f"sliding_tile: shape {sizes} and window {windows} must be multiples of the tile {tiles}")
     counts = tuple(s // t for s, t in zip(sizes, tiles, strict=True))
-    reaches = tuple(w // t for w, t in zip(windows, tiles, strict=True))
+    axes = tuple([(count, w // t, 1, 1, False) for count, w, t in zip(counts, windows, tiles, strict=True)])
     per_tile, vision = _product(tiles), _product(sizes)
 
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
         q_tile, kv_tile = _coordinates(q // per_tile, counts), _coordinates(kv // per_tile, counts)
-        image = (q < vision) & (kv < vision) & _inside_windows(q_tile, kv_tile, counts, reaches)
+        image = (q < vision) & (kv < vision) & _inside_windows(q_tile, kv_tile, axes)
         return image | (q >= vision) | (kv >= vision) if text else image
 
     return Mask(near, "sliding_tile", _by(sizes), _by(windows), _by(tiles), covers=covers("sliding_tile", q=vision + text, kv=vision + text))
+
+
+@named
+def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int = 128, text: int = 0) -> Mask:
+    """Radial attention: a token of a video sees the tokens around its own place in every frame, half as many for every doubling of the distance in frames.
+
+    Its own frame and the first one it sees whole. Tokens come frame after frame, then `text` tokens, which see everything and are seen by everyone.
+
+    decay   the reach within the next frame, as a share of the tokens of a frame
+    least   the reach never falls below this; where it would, every so many frames are left out instead. With 1 it is the formula of the paper, with the size
+            of a tile hardly any tile is computed for a few pairs
+    """
+    if frames < 1 or tokens_per_frame < 1 or decay <= 0 or least < 1 or text < 0:
+        raise InputError(
+            "radial takes at least 1 frame, 1 token per frame, a decay above 0, a least reach of at least 1 and text of at least 0, "
+            f"got {frames}, {tokens_per_frame}, {decay}, {least}, {text}"
+        )
+    reach = torch.tensor([tokens_per_frame, *(_radial_reach(distance, tokens_per_frame * decay, least) for distance in range(1, frames))])
+    video = frames * tokens_per_frame
+
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        apart = (q // tokens_per_frame - kv // tokens_per_frame).abs()
+        seen = ((q % tokens_per_frame - kv % tokens_per_frame).abs() < reach[apart.clamp(max=frames - 1)]) | (kv < tokens_per_frame)
+        return seen | (q >= video) | (kv >= video) if text else seen
+
+    said = [f"decay {decay:g}"] if decay != 1.0 else []
+    return Mask(near, "radial", frames, tokens_per_frame, *said, f"least {least}", covers=covers("radial", q=video + text, kv=video + text))
+
+
+def _radial_reach(distance: int, first: float, least: int) -> int:
+    """How many places on either side are seen in a frame so far away, the own one included; 0 where the frame is left out."""
+    reach = first / (1 << (distance.bit_length() - 1))
+    if reach >= least:
+        return math.floor(reach)
+    return 0 if distance % math.ceil(least / reach) else least
+
+
+@named
+def spatial_temporal(frames: int, tokens_per_frame: int, temporal: Tensor, *, frame_reach: int = 0, token_reach: int = 0, text: int = 0) -> Mask:
+    """Heads of a video model that look around, and heads that look through time (Sparse VideoGen).
+
+    Head h sees the whole of all frames up to `frame_reach` away from its own; where `temporal[h]` is true, the places up to `token_reach` from its own in every
+    frame. The tokens of a video come frame after frame, then `text` tokens, which see everything and are seen by everyone.
+    """
+    if frames < 1 or tokens_per_frame < 1 or min(frame_reach, token_reach, text) < 0:
+        raise InputError(
+            "spatial_temporal takes at least 1 frame, 1 token per frame, and reaches and text of at least 0, "
+            f"got {frames}, {tokens_per_frame}, {frame_reach}, {token_reach}, {text}"
+        )
+    if not isinstance(temporal, Tensor) or temporal.dtype != torch.bool or temporal.dim() != 1:
+        raise InputError("spatial_temporal takes a boolean (heads,) tensor, true for the heads that look through time")
+    video = frames * tokens_per_frame
+
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        around = at_most((q // tokens_per_frame - kv // tokens_per_frame).abs(), frame_reach)
+        through = at_most((q % tokens_per_frame - kv % tokens_per_frame).abs(), token_reach)
+        seen = (around & ~temporal[h]) | (through & temporal[h])
+        return seen | (q >= video) | (kv >= video) if text else seen
+
+    known = covers("spatial_temporal", h=temporal.shape[0], q=video + text, kv=video + text)
+    return Mask(near, "spatial_temporal", frames, tokens_per_frame, f"{temporal.shape[0]} heads", covers=known)
 
 
 @named
@@ -405,7 +535,7 @@ def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
         return allowed
 
     inner = tuple([c for m in options for c in m.covers])
-    return Mask(select, "per_batch", *options, covers=covers("per_batch", b=len(chosen)) + inner)
+    return Mask(select, "per_batch", *options, covers=covers("per_batch", b=chosen.shape[0]) + inner)
 
 
 def _integers(tensor: Tensor, dims: int | tuple[int, ...], who: str) -> Tensor:
@@ -447,13 +577,35 @@ def _coordinates(index: Any, sizes: tuple[int, ...]) -> list[Any]:
     return found[::-1]
 
 
-def _inside_windows(query: list[Any], key: list[Any], sizes: tuple[int, ...], windows: tuple[int, ...]) -> Any:
+def _inside_windows(query: list[Any], key: list[Any], axes: tuple[Axis, ...]) -> Any:
     allowed: Any = None
-    for i, j, size, window in zip(query, key, sizes, windows, strict=True):
-        start = (i - window // 2).clamp(0, size - window)
-        here = (j >= start) & (j < start + window)
+    for i, j, axis in zip(query, key, axes, strict=True):
+        here = _inside_window(i, j, axis) if axis[3] == 1 else _inside_dilated_window(i, j, axis)
         allowed = here if allowed is None else allowed & here
     return allowed
+
+
+def _inside_window(i: Any, j: Any, axis: Axis) -> Any:
+    size, window, stride, _, is_causal = axis
+    if is_causal:
+        last = i if stride == 1 else (i // stride * stride + stride - 1).clamp(max=size - 1)
+        return (j > last - window) & (j <= i)
+    middle = i if stride == 1 else (i // stride * stride + stride // 2).clamp(max=size - 1)
+    start = (middle - window // 2).clamp(0, size - window)
+    return (j >= start) & (j < start + window)
+
+
+def _inside_dilated_window(i: Any, j: Any, axis: Axis) -> Any:
+    """The tokens i, i + d, i - d, ... are a line of their own, of `count` tokens, in which the window is looked for."""
+    size, window, stride, d, is_causal = axis
+    at, other, count = i // d, j // d, (size - 1 - i % d) // d + 1
+    same = i % d == j % d
+    if is_causal:
+        last = torch.minimum(at // stride * stride + stride - 1, count - 1)
+        return same & (other > last - window) & (other <= at)
+    middle = torch.minimum(at // stride * stride + stride // 2, count - 1)
+    start = torch.minimum((middle - window // 2).clamp(min=0), count - window)
+    return same & (other >= start) & (other < start + window)
 
 
 def _product(sizes: tuple[int, ...]) -> int:
@@ -461,6 +613,13 @@ def _product(sizes: tuple[int, ...]) -> int:
     for size in sizes:
         total *= size
     return total
+
+
+def _per_axis(given: int | Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    found = (given,) * count if isinstance(given, int) else _numbers(given, "neighborhood")
+    if len(found) != count:
+        raise InputError(f"neighborhood: {what} is one number, or one for each of {count} axes, got {given!r}")
+    return found
 
 
 def _by(sizes: tuple[int, ...]) -> str:

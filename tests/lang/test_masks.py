@@ -1,5 +1,6 @@
 """Every mask of the library against its docstring, written again as plain Python on single numbers."""
 
+import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -131,6 +132,100 @@ def test_neighborhood_is_the_nearest_along_every_axis(shape: Any, window: Any) -
     assert neighbours.unique().tolist() == [torch.tensor(windows).prod().item()]
 
 
+def seen(at: int, size: int, window: int, stride: int, dilation: int, is_causal: bool) -> list[int]:
+    """NATTEN's window, on the line of tokens that dilation leaves: as many queries as the stride has share a leader's, in the middle or, causal, the last."""
+    line = list(range(at % dilation, size, dilation))
+    place = line.index(at)
+    group = line[place // stride * stride :][:stride]
+    if is_causal:
+        end = line.index(group[-1]) + 1
+        return line[max(end - window, 0) : place + 1]
+    leader = min(place // stride * stride + stride // 2, len(line) - 1)
+    return [line[k] for k in nearest(leader, len(line), window)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "stride", "dilation", "is_causal"),
+    [
+        (13, 4, 1, 3, False),
+        (13, 3, 1, 4, True),
+        (12, 5, 1, 1, True),
+        (13, 4, 3, 1, False),
+        (13, 4, 2, 1, True),
+        (17, 5, 2, 3, False),
+        (17, 4, 3, 4, True),
+        ((5, 7), (5, 3), 1, (1, 2), False),
+        ((5, 8), 3, (2, 3), 1, (True, False)),
+        ((3, 4, 6), (2, 2, 3), (1, 2, 1), (1, 1, 2), (True, False, False)),
+    ],
+    ids=str,
+)
+def test_neighborhood_with_stride_dilation_and_causal_axes(shape: Any, window: Any, stride: Any, dilation: Any, is_causal: Any) -> None:
+    sizes = (shape,) if isinstance(shape, int) else shape
+    each = [value if isinstance(value, tuple) else (value,) * len(sizes) for value in (window, stride, dilation, is_causal)]
+    places = list(product(*(range(n) for n in sizes)))
+
+    def meaning(b: int, h: int, q: int, kv: int) -> bool:
+        return all(j in seen(i, *axis) for i, j, *axis in zip(places[q], places[kv], sizes, *each, strict=True))
+
+    mask = masks.neighborhood(shape, window, stride=stride, dilation=dilation, is_causal=is_causal)
+    assert_means(mask, meaning, len(places), len(places))
+
+
+def test_what_a_neighborhood_cannot_be() -> None:
+    with pytest.raises(InputError, match="a stride is from 1 to the window"):
+        masks.neighborhood(12, 3, stride=4)
+    with pytest.raises(InputError, match="window \\* dilation at most the size, got 1, 5 for 3 of 12"):
+        masks.neighborhood(12, 3, dilation=5)
+    with pytest.raises(InputError, match="dilation is one number, or one for each of 2 axes"):
+        masks.neighborhood((4, 6), 3, dilation=(1, 2, 1))
+    with pytest.raises(InputError, match="is_causal is True or False"):
+        masks.neighborhood((4, 6), 3, is_causal=(True,))
+
+
+def test_radial_is_the_formula_of_the_paper() -> None:
+    frames, s = 20, 6
+
+    def meaning(b: int, h: int, q: int, kv: int) -> bool:
+        (i, k), (j, m) = divmod(q, s), divmod(kv, s)
+        halved = 2 ** math.floor(math.log2(max(abs(i - j), 1)))
+        near = halved <= s and abs(k - m) + 1 <= s / halved
+        return j == 0 or near or (abs(i - j) % math.ceil(halved / s) == 0 and k == m)
+
+    assert_means(masks.radial(frames, s, least=1), meaning, frames * s, frames * s)
+
+
+@pytest.mark.parametrize(("decay", "least", "text"), [(1.0, 4, 0), (0.5, 4, 3), (0.3, 20, 2), (2.0, 1, 0)])
+def test_radial_with_a_decay_and_a_least_reach(decay: float, least: int, text: int) -> None:
+    frames, size = 9, 13
+
+    def meaning(b: int, h: int, q: int, kv: int) -> bool:
+        if max(q, kv) >= frames * size:
+            return True
+        apart, places = abs(q // size - kv // size), abs(q % size - kv % size)
+        reach = size * decay
+        for _ in range(1, max(apart, 1).bit_length()):
+            reach /= 2
+        if apart == 0 or kv < size:
+            return True
+        return places + 1 <= reach if reach >= least else places < least and apart % math.ceil(least / reach) == 0
+
+    assert_means(masks.radial(frames, size, decay=decay, least=least, text=text), meaning, frames * size + text, frames * size + text)
+
+
+@pytest.mark.parametrize(("frame_reach", "token_reach", "text"), [(0, 0, 0), (1, 2, 3)])
+def test_some_heads_look_around_and_some_through_time(frame_reach: int, token_reach: int, text: int) -> None:
+    frames, size, temporal = 4, 5, torch.tensor([True, False])
+
+    def meaning(b: int, h: int, q: int, kv: int) -> bool:
+        if max(q, kv) >= frames * size:
+            return True
+        return abs(q % size - kv % size) <= token_reach if temporal[h] else abs(q // size - kv // size) <= frame_reach
+
+    mask = masks.spatial_temporal(frames, size, temporal, frame_reach=frame_reach, token_reach=token_reach, text=text)
+    assert_means(mask, meaning, frames * size + text, frames * size + text)
+
+
 @pytest.mark.parametrize("text", [0, 3])
 @pytest.mark.parametrize(("shape", "window", "tile"), [((4, 6), (4, 6), (2, 2)), ((4, 8), (2, 6), (2, 2)), ((2, 4, 6), (2, 2, 6), (1, 2, 2))], ids=str)
 def test_sliding_tile_is_the_neighborhood_of_tiles(shape: tuple[int, ...], window: tuple[int, ...], tile: tuple[int, ...], text: int) -> None:
@@ -197,6 +292,11 @@ def test_names_carry_parameters_and_parentheses() -> None:
     assert (causal & first_five).name == "causal & first_five"
     assert masks.sliding_window(4, 0).name == "sliding_window(4, 0)"
     assert masks.neighborhood((8, 16), (3, 5)).name == "neighborhood(8x16, 3x5)"
+    assert (
+        masks.neighborhood((8, 16), 3, stride=(1, 2), dilation=2, is_causal=True).name
+        == "neighborhood(8x16, 3x3, stride 1x2, dilation 2x2, causal along axis 0, causal along axis 1)"
+    )
+    assert masks.neighborhood((8, 16), 3, is_causal=(True, False)).name == "neighborhood(8x16, 3x3, causal along axis 0)"
     assert repr(causal & window) == "Mask(causal & sliding_window(1024))"
 
 
@@ -251,6 +351,11 @@ BAD: dict[str, Callable[[], Any]] = {
     "tile does not divide": lambda: masks.sliding_tile((4, 4), (4, 4), (3, 2)),
     "tiles of other ranks": lambda: masks.sliding_tile((4, 4), (4, 4), (2,)),
     "no tile": lambda: masks.sliding_tile((4, 4), (4, 4), (0, 2)),
+    "no frames": lambda: masks.radial(0, 4),
+    "no decay": lambda: masks.radial(3, 4, decay=0.0),
+    "no reach": lambda: masks.radial(3, 4, least=0),
+    "integer heads": lambda: masks.spatial_temporal(3, 4, torch.tensor([0, 1])),
+    "negative token reach": lambda: masks.spatial_temporal(3, 4, torch.tensor([True]), token_reach=-1),
     "spans of three": lambda: masks.cross(torch.ones(2, 3, dtype=torch.long), 4),
     "no tokens per image": lambda: masks.cross(torch.ones(2, 2, dtype=torch.long), 0),
     "no choices": lambda: masks.per_batch([], IDS),

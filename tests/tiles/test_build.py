@@ -80,6 +80,8 @@ MASKS = {
     "neighborhood 2-D": Case(lambda q, k: masks.neighborhood((13, 10), (3, 5))),
     "neighborhood 3-D": Case(lambda q, k: masks.neighborhood((5, 4, 7), (3, 2, 3))),
     "sliding tile": Case(lambda q, k: masks.sliding_tile((8, 12), (4, 6), (2, 3), text=10)),
+    "radial": Case(lambda q, k: masks.radial(5, 23, least=4, text=9)),
+    "spatial and temporal": Case(lambda q, k: masks.spatial_temporal(6, 17, torch.tensor([False, True, False]), frame_reach=1, token_reach=2, text=5), "h"),
     "cross": Case(lambda q, k: masks.cross(spans(k, 20), 20)),
     "per batch": Case(lambda q, k: masks.per_batch([masks.causal, masks.sliding_window(5)], torch.tensor([1, 0])), "b"),
     "and": Case(lambda q, k: masks.causal & masks.sliding_window(20) & masks.document(documents(q), documents(k))),
@@ -250,7 +252,8 @@ def test_dense_map_without_a_mask_covers_everything() -> None:
     assert (found.full_tiles, found.partial_tiles) == (4, 0)
 
 
-def test_a_look_that_sees_every_tile_needs_few_operations() -> None:
+def test_a_look_that_sees_every_tile_needs_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SEEN_WHOLE_ON_CPU", build.SEEN_WHOLE)
     ids = documents(16384, 20)
     wanted = tw.tile_map(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), q_len=16384, kv_len=16384, tile=(64, 64))
     states = wanted.dense().flatten()

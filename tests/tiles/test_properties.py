@@ -118,7 +118,7 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
-@examples(300)
+@examples(150)
 @example(lambda b, h, q, kv: q >= kv, (33, 40), (4, 5))
 @given(random_masks, lengths, tiles)
 def test_random_masks_have_exact_maps(mask: Expression, lengths: tuple[int, int], tile: tuple[int, int]) -> None:

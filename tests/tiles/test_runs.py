@@ -146,3 +146,8 @@ def test_of_blocks_while_compiling_has_the_sizes_it_has() -> None:
     with FakeTensorMode() as mode:
         fake = torch.ops.tilewise.runs_of_blocks(mode.from_tensor(counts), mode.from_tensor(indices), 6)
     assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+
+
+def test_of_blocks_takes_blocks_twice_and_in_any_order() -> None:
+    runs = Runs(*of_blocks(torch.tensor([6, 0, 3]), torch.tensor([[5, 1, 2, 5, 2, -1], [0] * 6, [3, 0, 3, 1, 1, 1]]), 6))
+    assert (runs.offsets.tolist(), *[t[:4].tolist() for t in (runs.start, runs.count)]) == ([0, 2, 2, 4], [1, 5, 0, 3], [2, 1, 1, 1])

@@ -206,7 +206,16 @@ def test_transpose_of_a_map(dense: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def drawn(*args: Any, **kwargs: Any) -> list[str]:
-    return str(tw.tile_map(*args, **kwargs)).split("\n")
+    """The lines of a drawing; all that stands above it is the first."""
+    return lines_of(tw.tile_map(*args, **kwargs))
+
+
+def lines_of(tile_map: TileMap) -> list[str]:
+    lines = str(tile_map).split("\n")
+    words = " ".join([repr(tile_map), draw.which_is_drawn(tile_map)]).split()
+    above = next(k for k in range(1, len(lines) + 1) if " ".join(lines[:k]).split() == words)
+    assert all(len(line) <= 80 for line in lines[:above])
+    return [" ".join(words), *lines[above:]]
 
 
 def test_repr_tells_the_essentials() -> None:
@@ -236,8 +245,20 @@ def test_drawing_of_nothing() -> None:
 
 
 def test_drawing_shows_the_first_batch_element_and_head() -> None:
-    assert drawn(lambda b, h, q, kv: (h == 0) & (b == 0), batch=2, heads=2, q_len=8, kv_len=8)[1:] == ["  ██"]
-    assert drawn(lambda b, h, q, kv: h == 1, heads=2, q_len=8, kv_len=8)[1:] == [""]
+    above, *map_of_first = drawn(lambda b, h, q, kv: (h == 0) & (b == 0), batch=2, heads=3, q_len=8, kv_len=8)
+    assert map_of_first == ["  ██"] and "drawn: batch element 0 of 2, head 0 of 3 (" in above
+    above, *map_of_first = drawn(lambda b, h, q, kv: h == 1, heads=2, q_len=8, kv_len=8)
+    assert map_of_first == [""] and "drawn: head 0 of 2 (" in above
+    assert "drawn:" not in drawn(masks.causal, batch=2, heads=2, q_len=8, kv_len=8)[0]
+
+
+def test_words_above_a_drawing_are_never_broken() -> None:
+    mask = masks.document(lengths=[300, 724]) & masks.causal & masks.sliding_window(100) & masks.global_tokens(4) & masks.prefix_lm(256)
+    lines = str(tw.tile_map(mask, q_len=1024, kv_len=1024)).split("\n")
+    assert max(map(len, lines)) <= 80 and lines[1].startswith("  ")
+    long = "x" * 100
+    named = tw.tile_map(masks.Mask(lambda b, h, q, kv: q >= kv, long), q_len=1024, kv_len=1024)
+    assert f"TileMap({long}:" in str(named).split("\n")
 
 
 def test_coverage_sums_to_the_work() -> None:
@@ -258,7 +279,7 @@ def test_large_maps_are_drawn_without_being_expanded(monkeypatch: pytest.MonkeyP
     found = tw.tile_map(masks.causal & masks.sliding_window(4096), q_len=length, kv_len=length)
     monkeypatch.setattr(TileMap, "dense", None)
     monkeypatch.setattr("tilewise.tiles.runs.expand", None)
-    lines = str(found).split("\n")
+    lines = lines_of(found)
     assert len(lines) == 1 + draw.LARGEST_DRAWING
     assert lines[1] == "  ░░░░" and lines[-1] == "  " + " " * (2 * draw.LARGEST_DRAWING - 4) + "░░░░"
 

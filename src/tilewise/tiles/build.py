@@ -4,8 +4,8 @@
 2. Undecided cells are split in four until they are single tiles. A causal map costs its boundary, not its area.
 3. The tiles still undecided are classified by evaluating the mask (a "look").
 
-An engine may bring its own look. One that evaluates the mask in a GPU kernel classifies every tile of a small map in less time than
-it takes to launch the bounds, so small maps skip steps 1 and 2.
+An engine may bring its own look. One that evaluates the mask in a compiled kernel classifies every tile of a small map in less time than
+the bounds take, so small maps skip steps 1 and 2.
 """
 
 from dataclasses import replace
@@ -19,7 +19,8 @@ from tilewise.tiles.geometry import FULL, PARTIAL, Cells, Geometry
 from tilewise.tiles.look import Look, TorchLook
 from tilewise.tiles.runs import Pile, Runs, from_dense, from_sets
 
-SEEN_WHOLE = 2**32  # most mask elements of a map that is classified without bounds: a kernel evaluates them in the time of some hundred launches
+# Most mask elements of a map that is classified without bounds, on a CPU and on a GPU: a kernel evaluates them in the time of some hundred operations.
+SEEN_WHOLE_ON_CPU, SEEN_WHOLE = 2**22, 2**32
 
 
 class Grain(NamedTuple):
@@ -45,7 +46,7 @@ def device_of(call: BoundProgram) -> torch.device:
 
 def build(call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None = None) -> tuple[Runs, Runs]:
     """The partial and the full tiles of a mask. `look`, if given, runs on `device`."""
-    if look is not None and geometry.elements <= SEEN_WHOLE:
+    if look is not None and geometry.elements <= (SEEN_WHOLE_ON_CPU if device.type == "cpu" else SEEN_WHOLE):
         states = look(geometry, torch.arange(geometry.total, device=device)).view(geometry.rows, geometry.kv_tiles)
         partial, full = from_sets(torch.stack([states == PARTIAL, states == FULL]))
         return partial, full
@@ -61,8 +62,8 @@ class _Builder:
         self.device = device
         self.grain = ON_CPU if device.type == "cpu" else ON_GPU
         call = replace(call, captures=tuple(t.to(device) for t in call.captures))
-        self.look = TorchLook(call, self.grain.looked) if look is None else look
         self.bounds = Bounds(call, device)
+        self.look = TorchLook(self.bounds, self.grain.looked) if look is None else look
         self.partial, self.full = Pile(device), Pile(device)
 
     def build(self) -> tuple[Runs, Runs]:

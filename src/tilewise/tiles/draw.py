@@ -1,7 +1,7 @@
 """Draws tile maps: in the terminal, and as pictures."""
 
 from pathlib import Path
-from textwrap import shorten
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +11,22 @@ if TYPE_CHECKING:
     from tilewise.tiles.tilemap import TileMap
 
 LARGEST_DRAWING = 24  # cells a side in the terminal
+COLUMNS = 80  # of a terminal: the lines above a drawing are broken between words
 LARGEST_PICTURE = 512  # cells a side in a picture
 SHADES = " ░▒▓█"
 FAINTEST = 0.2  # shade of the least work in a picture, from 0 to 1
+
+
+def first_of(tile_map: "TileMap") -> "TileMap":
+    """The map of the first batch element and head, which is the one that is drawn."""
+    return tile_map[0, 0] if tile_map.geometry.batch * tile_map.geometry.heads > 1 else tile_map
+
+
+def which_is_drawn(tile_map: "TileMap") -> str:
+    """Which batch element and head the drawing of a map shows; empty where there is but one."""
+    g = tile_map.geometry
+    parts = [f"{what} 0 of {count}" for what, count in (("batch element", g.batch), ("head", g.heads)) if count > 1]
+    return f"drawn: {', '.join(parts)} (tile_map[b, h] is the map of another)" if parts and tile_map.total_tiles else ""
 
 
 def coverage(tile_map: "TileMap", cells: int) -> Tensor:
@@ -22,7 +35,7 @@ def coverage(tile_map: "TileMap", cells: int) -> Tensor:
     A partial tile counts a half. Large maps are summed from their runs, never expanded.
     """
     g = tile_map.geometry
-    first = tile_map[0, 0] if g.batch * g.heads > 1 else tile_map
+    first = first_of(tile_map)
     rows, columns = min(cells, g.q_tiles), min(cells, g.kv_tiles)
     # In units of 1 / columns of a tile, every cell is kv_tiles wide and all numbers are integers. A run adds a step at its start and
     # subtracts one at its end: a fraction of the cell it falls in, and the whole of every cell after.
@@ -41,12 +54,16 @@ def coverage(tile_map: "TileMap", cells: int) -> Tensor:
 
 def drawing(tile_map: "TileMap") -> str:
     """The map in characters: blank where nothing is computed, darker where more is."""
-    lines = [repr(tile_map)]
+    lines = [line for text in (repr(tile_map), which_is_drawn(tile_map)) for line in _wrapped(text)]
     if tile_map.total_tiles:
         shares = coverage(tile_map, LARGEST_DRAWING)
         for row in shares.tolist():
             lines.append(("  " + "".join(2 * SHADES[_shade(value)] for value in row)).rstrip())
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _shade(value: float) -> int:

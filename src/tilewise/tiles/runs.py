@@ -184,20 +184,24 @@ def offsets_of(row: Tensor, rows: int) -> Tensor:
 
 
 def of_blocks(counts: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(offsets, start, count) of torch's block lists: row r holds the first counts[r] entries of indices[r].
+    """(offsets, start, count) of block lists: row r holds the first counts[r] entries of indices[r], in any order, those outside the columns left out.
 
-    Padded with zeros to the size of `indices`, so that the sizes do not depend on the contents.
+    Padded with zeros to the size of `indices`, so that the sizes do not depend on the contents, and a GPU is not waited for.
     """
     rows = counts.numel()
-    listed = indices.reshape(rows, -1)
-    places = torch.arange(listed.shape[1], device=listed.device)
-    row, at = (places < counts.reshape(rows, 1)).nonzero(as_tuple=True)
-    column = listed[row, at].long()
-    inside = (column >= 0) & (column < columns)
-    row, column = row[inside], column[inside]
-    runs = from_entries(row, column, torch.ones_like(column), rows)
-    padding = torch.zeros(listed.numel() - len(runs.start), dtype=torch.int32, device=listed.device)
-    return runs.offsets, torch.cat([runs.start, padding]), torch.cat([runs.count, padding])
+    listed = indices.reshape(rows, indices.shape[-1]).long()
+    size = listed.numel()
+    inside = (torch.arange(listed.shape[1], device=listed.device) < counts.reshape(rows, 1)) & (listed >= 0) & (listed < columns)
+    column = torch.sort(torch.where(inside, listed, columns), 1).values  # what is left out comes last
+    before = torch.nn.functional.pad(column, (1, 0), value=-2)[:, :-1]
+    fresh = (column < columns) & (column != before)
+    begins = fresh & (column != before + 1)
+    offsets = torch.nn.functional.pad(torch.cumsum(begins.sum(1), 0), (1, 0)).int()
+    run = torch.cumsum(begins.flatten(), 0) - 1
+    start, count = (torch.zeros(size + 1, dtype=torch.int32, device=listed.device) for _ in range(2))  # the last place takes what belongs to no run
+    start.scatter_(0, torch.where(begins.flatten(), run, size), column.flatten().int())
+    count.index_add_(0, torch.where(fresh.flatten(), run, size), fresh.flatten().int())
+    return offsets, start[:size], count[:size]
 
 
 def trimmed(runs: Runs) -> Runs:

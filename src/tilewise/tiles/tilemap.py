@@ -1,5 +1,6 @@
 """The tile map: which tiles of the score matrix are empty, partial (the mask decides inside) or full."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, gathered, shifted
+from tilewise.masks import Mask, MaskFunction
 from tilewise.tiles.build import build
 from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
+from tilewise.tiles.lists import of_lists
 from tilewise.tiles.look import Look
 from tilewise.tiles.runs import Runs, from_entries, from_sets
 
@@ -61,26 +64,32 @@ class TileMap:
 
     @property
     def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile."""
         return self.geometry.tile
 
     @property
     def device(self) -> torch.device:
+        """Where the map lies."""
         return self.partial.device
 
     @property
     def partial_tiles(self) -> int:
+        """Tiles in which the mask decides."""
         return self.partial.total()
 
     @property
     def full_tiles(self) -> int:
+        """Tiles that are allowed throughout."""
         return self.full.total()
 
     @property
     def computed_tiles(self) -> int:
+        """Partial and full tiles."""
         return self.partial_tiles + self.full_tiles
 
     @property
     def total_tiles(self) -> int:
+        """All tiles, the skipped ones included."""
         return self.geometry.total
 
     @property
@@ -126,6 +135,7 @@ class TileMap:
         return self.partial.transpose(groups, g.kv_tiles), self.full.transpose(groups, g.kv_tiles)
 
     def to(self, device: torch.device | str) -> "TileMap":
+        """The same map, with the tensors its mask captures, on another device."""
         mask = self.mask
         if mask is not None:
             mask = replace(mask, captures=tuple(t.to(device) for t in mask.captures))
@@ -192,11 +202,45 @@ class TileMap:
 
         return drawing(self)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from tilewise.tiles.svg import html_of
+
+        return html_of(self)
+
     def picture(self, path: str | Path) -> Path:
         """Write the map as a picture; the name's ending (.png, .svg, .pdf) chooses the format."""
         from tilewise.tiles.draw import picture
 
         return picture(self, Path(path))
+
+    @staticmethod
+    def from_lists(
+        indices: Tensor,
+        counts: Tensor | None = None,
+        *,
+        q_len: int,
+        kv_len: int,
+        tile: tuple[int, int] = (64, 64),
+        always: Sequence[tuple[int, int]] = (),
+        mask: Mask | MaskFunction | None = None,
+    ) -> "TileMap":
+        """A map given as lists of key tiles, chosen from the data: what is not listed is masked, and a query without any gives 0.
+
+        Tiles of 64 or 128 suit every engine; larger multiples are cut. Lists on a CPU that name tiles past the end are an error; on a GPU, where finding
+        out would mean waiting for it, such entries are ignored.
+
+        Args:
+            indices: (batch, heads, query tiles, entries) the key tiles that each query tile computes, int32 or int64, in any order and any number of times.
+                Batch and heads may be 1: shared by all. Negative entries are ignored.
+            counts: (batch, heads, query tiles) how many entries of each list count; all unless given.
+            q_len: Queries.
+            kv_len: Keys.
+            tile: Queries and keys of a tile.
+            always: Ranges (first, end) of key tiles that every query tile computes, too.
+            mask: A mask that decides within the listed tiles; a function or one of tilewise.masks.
+        """
+        return TileMap(*of_lists(indices, counts, q_len, kv_len, tile, always, mask), given=True)
 
     def save(self, path: str | Path) -> None:
         """Write the map, its mask and captured tensors to one file (a zip of JSON and raw numbers, no pickle)."""

@@ -1,0 +1,88 @@
+"""Lists of key tiles, chosen from the data, as tiles of a map."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InputError
+from tilewise.lang import BoundProgram
+from tilewise.masks import Mask, MaskFunction, as_mask
+from tilewise.memory import can_be_looked_at
+from tilewise.tiles.build import build
+from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
+from tilewise.tiles.runs import Runs, trimmed
+
+
+class Listed(NamedTuple):
+    """What a map made of lists holds."""
+
+    geometry: Geometry
+    partial: Runs
+    full: Runs
+    mask: BoundProgram | None
+    name: str
+
+
+def of_lists(
+    indices: Tensor, counts: Tensor | None, q_len: int, kv_len: int, tile: tuple[int, int], always: Sequence[tuple[int, int]], mask: Mask | MaskFunction | None
+) -> Listed:
+    """The listed tiles are full; where a mask decides, those that it cuts are partial and those that it forbids are left out."""
+    if min(q_len, kv_len) < 0 or min(tile) < 1:
+        raise InputError(f"from_lists takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
+    geometry = Geometry(*_lead(indices), q_len, kv_len, tile)
+    indices = _checked(indices, counts, geometry)
+    for first, end in always:
+        if not 0 <= first <= end <= geometry.kv_tiles:
+            raise InputError(f"from_lists: always holds ranges (first, end) of key tiles from 0 to {geometry.kv_tiles}, got ({first}, {end})")
+        on = torch.arange(first, end, dtype=indices.dtype, device=indices.device)
+        indices = torch.cat([indices, on.expand(*indices.shape[:3], -1)], 3)
+    if mask is None:
+        return Listed(geometry, _runs(indices[..., :0], geometry), _runs(indices, geometry), None, "lists")
+    known = as_mask(mask)
+    if 0 not in (q_len, kv_len):
+        known.check_sizes({"q": q_len, "kv": kv_len})
+    call = known.traced()
+    partial, full = _sharpened(indices, call, geometry)
+    return Listed(geometry, _runs(partial, geometry), _runs(full, geometry), call, f"lists & {known.name}")
+
+
+def _lead(indices: Tensor) -> tuple[int, int]:
+    if not isinstance(indices, Tensor) or indices.dim() != 4 or indices.dtype not in (torch.int32, torch.int64):
+        given = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise InputError(f"from_lists takes int32 or int64 indices of shape (batch or 1, heads or 1, query tiles, entries), got {given}")
+    return indices.shape[0], indices.shape[1]
+
+
+def _checked(indices: Tensor, counts: Tensor | None, geometry: Geometry) -> Tensor:
+    """The lists, negative where nothing is listed; raises where they are wrong and that can be known without waiting for a GPU."""
+    g = geometry
+    if indices.shape[2] != g.q_tiles:
+        raise InputError(f"from_lists: {g.q_len} queries are {g.q_tiles} tiles of {g.tile[0]}, but the lists are of {indices.shape[2]}")
+    if counts is not None:
+        if counts.shape != indices.shape[:3] or counts.is_floating_point():
+            raise InputError(f"from_lists takes integer counts of shape {tuple(indices.shape[:3])}, got {counts.dtype} of shape {tuple(counts.shape)}")
+        if counts.is_cpu and can_be_looked_at(counts) and bool(((counts < 0) | (counts > indices.shape[3])).any()):
+            raise InputError(f"from_lists: counts are from 0 to {indices.shape[3]}, the entries of a list, got {int(counts.min())} to {int(counts.max())}")
+        indices = indices.masked_fill(torch.arange(indices.shape[3], device=indices.device) >= counts[..., None], -1)
+    if indices.is_cpu and can_be_looked_at(indices) and bool((indices >= g.kv_tiles).any()):
+        raise InputError(f"from_lists: {g.kv_len} keys are tiles 0 to {g.kv_tiles - 1} of {g.tile[1]}, but tile {int(indices.max())} is listed")
+    return indices
+
+
+def _sharpened(indices: Tensor, call: BoundProgram, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The listed tiles that are partial and those that are full, by the mask's own map if that is one for all batch elements and heads."""
+    if call.program.uses & {"b", "h"} or not can_be_looked_at(indices) or geometry.total == 0:
+        return indices, indices[..., :0]
+    one = Geometry(1, 1, geometry.q_len, geometry.kv_len, geometry.tile)
+    partial, full = (runs.to(indices.device).dense(one.kv_tiles).to(torch.uint8) for runs in build(call, one, indices.device))
+    states = (partial * PARTIAL + full * FULL).expand(*indices.shape[:2], -1, -1)
+    found = states.gather(3, indices.clamp(0, one.kv_tiles - 1).long())
+    return indices.masked_fill(found != PARTIAL, -1), indices.masked_fill(found != FULL, -1)
+
+
+def _runs(indices: Tensor, geometry: Geometry) -> Runs:
+    counts = torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=indices.device)
+    runs = Runs(*torch.ops.tilewise.runs_of_blocks(counts, indices, geometry.kv_tiles))
+    return runs if torch.compiler.is_compiling() else trimmed(runs)
