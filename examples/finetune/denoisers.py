@@ -2,13 +2,13 @@
 
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
 from torch import Tensor, nn
 
-TEXT_TOKENS = 8
+SHORTEST_PROMPT, LONGEST_PROMPT = 8, 60  # real tokens; what a model is given is padded to `prompt_tokens`
 
 TINY_FLUX = {
     "in_channels": 12,
@@ -19,6 +19,16 @@ TINY_FLUX = {
     "joint_attention_dim": 32,
     "pooled_projection_dim": 32,
     "axes_dims_rope": (4, 6, 6),
+}
+TINY_QWEN_IMAGE = {
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 3,
+    "num_layers": 3,
+    "attention_head_dim": 32,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (8, 12, 12),
 }
 TINY_UNET = {
     "sample_size": 16,
@@ -39,80 +49,123 @@ TINY_UNET = {
 }
 
 
-class Text:
-    """Stands in for a text encoder: every label has fixed random embeddings, the same in every run."""
+class Prompts(NamedTuple):
+    """What a text encoder makes of a batch of prompts."""
 
-    def __init__(self, labels: list[str], width: int, pooled: int) -> None:
-        drawn = [torch.Generator().manual_seed(zlib.crc32(label.encode())) for label in labels]
-        self.tokens = torch.stack([torch.randn(TEXT_TOKENS, width, generator=g) for g in drawn])
+    tokens: Tensor  # (batch, prompt_tokens, width); 0 where padded
+    keep: Tensor  # (batch, prompt_tokens), true where there is a word
+    pooled: Tensor  # (batch, pooled width)
+
+
+class Text:
+    """Stands in for a text encoder: every label has a prompt of its own length, with fixed random embeddings, the same in every run."""
+
+    def __init__(self, labels: list[str], prompt_tokens: int, width: int, pooled: int) -> None:
+        seeds = [zlib.crc32(label.encode()) for label in labels]
+        drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
+        lengths = torch.tensor([SHORTEST_PROMPT + seed % (LONGEST_PROMPT - SHORTEST_PROMPT) for seed in seeds])
+        self.keep = torch.arange(prompt_tokens) < lengths[:, None]
+        self.tokens = torch.stack([torch.randn(prompt_tokens, width, generator=g) for g in drawn]) * self.keep[..., None]
         self.pooled = torch.stack([torch.randn(pooled, generator=g) for g in drawn])
 
-    def of(self, labels: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self.tokens[labels.cpu()].to(like), self.pooled[labels.cpu()].to(like)
+    def of(self, labels: Tensor, like: Tensor) -> Prompts:
+        at = labels.cpu()
+        return Prompts(self.tokens[at].to(like), self.keep[at].to(like.device), self.pooled[at].to(like))
 
 
 class Denoiser:
     """A model and the shape of what it is given."""
 
-    def __init__(self, model: nn.Module, labels: list[str], width: int, pooled: int) -> None:
-        self.model, self.text = model, Text(labels, width, pooled)
+    def __init__(self, model: nn.Module, labels: list[str], prompt_tokens: int, width: int, pooled: int) -> None:
+        self.model, self.text = model, Text(labels, prompt_tokens, width, pooled)
 
     def velocity(self, noisy: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         """noisy = (1 - t) * picture + t * noise, (batch, channels, height, width); gives noise - picture."""
         raise NotImplementedError
 
 
-class Flux(Denoiser):
-    """Patches of 2 x 2 are the tokens, as in Flux itself."""
+def to_patches(noisy: Tensor, channels: int) -> Tensor:
+    """(batch, channels, height, width) -> (batch, patches of 2 x 2, 4 * channels)."""
+    if noisy.shape[1] != channels or noisy.shape[2] % 2 or noisy.shape[3] % 2:
+        raise SystemExit(f"this model takes {channels} channels and an even size, got {tuple(noisy.shape)}: give a vae, or another image_size")
+    return nn.functional.pixel_unshuffle(noisy, 2).flatten(2).transpose(1, 2)
 
-    def __init__(self, model: Any, labels: list[str]) -> None:
-        super().__init__(model, labels, model.config.joint_attention_dim, model.config.pooled_projection_dim)
-        self.channels = model.config.in_channels // 4
+
+def from_patches(patches: Tensor, height: int, width: int) -> Tensor:
+    return nn.functional.pixel_shuffle(patches.transpose(1, 2).unflatten(2, (height // 2, width // 2)), 2)
+
+
+class Flux(Denoiser):
+    """Patches of 2 x 2 are the tokens, as in Flux itself, which does not mask padded prompts."""
+
+    def __init__(self, model: Any, labels: list[str], prompt_tokens: int) -> None:
+        super().__init__(model, labels, prompt_tokens, model.config.joint_attention_dim, model.config.pooled_projection_dim)
 
     def velocity(self, noisy: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        batch, channels, height, width = noisy.shape
-        if channels != self.channels or height % 2 or width % 2:
-            raise SystemExit(f"this Flux takes {self.channels} channels and an even size, got {tuple(noisy.shape)}: give a vae, or another image_size")
-        tokens = nn.functional.pixel_unshuffle(noisy, 2).flatten(2).transpose(1, 2)
+        batch, _, height, width = noisy.shape
         places = torch.zeros(height // 2, width // 2, 3, device=noisy.device)
         places[..., 1] = torch.arange(height // 2, device=noisy.device)[:, None]
         places[..., 2] = torch.arange(width // 2, device=noisy.device)
-        text, pooled = self.text.of(labels, noisy)
+        text = self.text.of(labels, noisy)
         guidance = torch.ones(batch, device=noisy.device, dtype=noisy.dtype) if self.model.config.guidance_embeds else None
         out = self.model(
-            hidden_states=tokens,
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
+            hidden_states=to_patches(noisy, self.model.config.in_channels // 4),
+            encoder_hidden_states=text.tokens,
+            pooled_projections=text.pooled,
             timestep=t.to(noisy.dtype),
             guidance=guidance,
             img_ids=places.view(-1, 3),
-            txt_ids=torch.zeros(TEXT_TOKENS, 3, device=noisy.device),
+            txt_ids=torch.zeros(text.tokens.shape[1], 3, device=noisy.device),
             return_dict=False,
         )[0]
-        return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height // 2, width // 2)), 2)
+        return from_patches(out, height, width)
+
+
+class QwenImage(Denoiser):
+    """Prompts are padded and masked: attention has no use for the padding, and tilewise leaves its tiles out."""
+
+    def __init__(self, model: Any, labels: list[str], prompt_tokens: int) -> None:
+        super().__init__(model, labels, prompt_tokens, model.config.joint_attention_dim, 1)
+
+    def velocity(self, noisy: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        batch, _, height, width = noisy.shape
+        text = self.text.of(labels, noisy)
+        out = self.model(
+            hidden_states=to_patches(noisy, self.model.config.in_channels // 4),
+            encoder_hidden_states=text.tokens,
+            encoder_hidden_states_mask=text.keep,
+            timestep=t.to(noisy.dtype),
+            img_shapes=[[(1, height // 2, width // 2)]] * batch,
+            return_dict=False,
+        )[0]
+        return from_patches(out, height, width)
 
 
 class UNet(Denoiser):
     """The UNets of Stable Diffusion and SDXL."""
 
-    def __init__(self, model: Any, labels: list[str]) -> None:
+    def __init__(self, model: Any, labels: list[str], prompt_tokens: int) -> None:
         width = model.config.cross_attention_dim
         self.is_sdxl = model.config.addition_embed_type == "text_time"
         pooled = model.config.projection_class_embeddings_input_dim - 6 * model.config.addition_time_embed_dim if self.is_sdxl else 1
-        super().__init__(model, labels, width if isinstance(width, int) else width[0], pooled)
+        super().__init__(model, labels, prompt_tokens, width if isinstance(width, int) else width[0], pooled)
 
     def velocity(self, noisy: Tensor, t: Tensor, labels: Tensor) -> Tensor:
-        text, pooled = self.text.of(labels, noisy)
+        text = self.text.of(labels, noisy)
         size = torch.tensor([*noisy.shape[2:], 0, 0, *noisy.shape[2:]], device=noisy.device, dtype=noisy.dtype).expand(len(noisy), 6)
-        added = {"text_embeds": pooled, "time_ids": size} if self.is_sdxl else None
-        return self.model(noisy, t * 1000, text, added_cond_kwargs=added, return_dict=False)[0]
+        added = {"text_embeds": text.pooled, "time_ids": size} if self.is_sdxl else None
+        return self.model(noisy, t * 1000, text.tokens, added_cond_kwargs=added, return_dict=False)[0]
 
 
-KINDS = {"FluxTransformer2DModel": Flux, "UNet2DConditionModel": UNet}
-TINY = {"tiny-flux": ("FluxTransformer2DModel", TINY_FLUX), "tiny-sdxl-unet": ("UNet2DConditionModel", TINY_UNET)}
+KINDS = {"FluxTransformer2DModel": Flux, "QwenImageTransformer2DModel": QwenImage, "UNet2DConditionModel": UNet}
+TINY = {
+    "tiny-flux": ("FluxTransformer2DModel", TINY_FLUX),
+    "tiny-qwen-image": ("QwenImageTransformer2DModel", TINY_QWEN_IMAGE),
+    "tiny-sdxl-unet": ("UNet2DConditionModel", TINY_UNET),
+}
 
 
-def denoiser(name: str, labels: list[str]) -> Denoiser:
+def denoiser(name: str, labels: list[str], prompt_tokens: int) -> Denoiser:
     """One of the tiny models, with random weights, or the model saved in a folder."""
     if name in TINY:
         kind, config = TINY[name]
@@ -124,7 +177,7 @@ def denoiser(name: str, labels: list[str]) -> Denoiser:
     found = KINDS.get(type(model).__name__)
     if found is None:
         raise SystemExit(f"model: {type(model).__name__} cannot be trained here; allowed are {', '.join(KINDS)}")
-    return found(model, labels)
+    return found(model, labels, prompt_tokens)
 
 
 class Latents:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 SHAPES = ("disc", "square", "stripes")
+CAPTION = 20  # pixels for the labels below sample pictures
 
 
 class Pictures:
@@ -70,9 +71,15 @@ def pictures(folder: str | None, size: int) -> Pictures:
     return Drawn(size) if folder is None else Folder(Path(folder), size)
 
 
-def save_row(images: Tensor, path: Path, zoom: int = 4) -> None:
-    """(n, 3, size, size) in [-1, 1], side by side, as a PNG."""
+def save_row(images: Tensor, labels: list[str], path: Path, zoom: int = 4) -> None:
+    """(n, 3, size, size) in [-1, 1], side by side, each with its label below, as a PNG."""
     row = torch.cat(list(images.clamp(-1, 1).float().cpu()), dim=-1)
     pixels = ((row + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
-    picture = Image.fromarray(pixels)
-    picture.resize((picture.width * zoom, picture.height * zoom), Image.Resampling.NEAREST).save(path)
+    drawn = Image.fromarray(pixels)
+    drawn = drawn.resize((drawn.width * zoom, drawn.height * zoom), Image.Resampling.NEAREST)
+    sheet = Image.new("RGB", (drawn.width, drawn.height + CAPTION), "white")
+    sheet.paste(drawn)
+    pen = ImageDraw.Draw(sheet)
+    for k, label in enumerate(labels):
+        pen.text(((k + 0.5) * drawn.width / len(labels), drawn.height + CAPTION // 2), label, fill="black", anchor="mm")
+    sheet.save(path)

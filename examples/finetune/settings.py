@@ -14,10 +14,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 @dataclass(frozen=True)
 class Settings:
     attention_mechanism: str  # auto, flex, flash, native, math, or an engine of tilewise
-    model: str = "tiny-flux"  # tiny-flux, tiny-sdxl-unet, or a folder that diffusers saved
+    model: str = "tiny-flux"  # tiny-flux, tiny-qwen-image, tiny-sdxl-unet, or a folder that diffusers saved
     vae: str | None = None  # a folder with an AutoencoderKL; without one, the model sees pixels
     images: str | None = None  # a folder of pictures, labelled by their sub-folder; without one, shapes are drawn
     image_size: int = 16
+    prompt_tokens: int = 8  # what every prompt is padded to, or cut
     output: str = "finetune-output"
     steps: int = 200
     batch_size: int = 16
@@ -50,7 +51,7 @@ def read(path: Path) -> Settings:
     settings = Settings(**given)
     if settings.dtype not in DTYPES:
         raise SystemExit(f"{path}: dtype is one of {', '.join(DTYPES)}, got {settings.dtype!r}")
-    for name in ("image_size", "steps", "batch_size", "log_every", "checkpoint_every", "sample_every"):
+    for name in ("image_size", "prompt_tokens", "steps", "batch_size", "log_every", "checkpoint_every", "sample_every"):
         if not isinstance(getattr(settings, name), int) or getattr(settings, name) < 1:
             raise SystemExit(f"{path}: {name} must be a whole number of at least 1, got {getattr(settings, name)!r}")
     return settings

@@ -8,6 +8,7 @@ Run it again to go on from its last checkpoint; `--restart` begins anew.
 import argparse
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from denoisers import Denoiser, Latents, denoiser
@@ -22,34 +23,50 @@ from tilewise.integrations import configure
 EULER_STEPS = 16
 
 
-def train(settings: Settings, restart: bool = False) -> list[float]:
-    """The losses of all steps, those before a checkpoint included."""
+class Run(NamedTuple):
+    """What a training step needs."""
+
+    settings: Settings
+    data: Pictures
+    latents: Latents
+    learner: Denoiser
+    optimizer: torch.optim.Optimizer
+
+
+def start(settings: Settings) -> Run:
+    """A model that has learned nothing yet, and what it will learn from."""
     device, dtype = settings.torch_device, settings.torch_dtype
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    folder = RunFolder(Path(settings.output))
     data = pictures(settings.images, settings.image_size)
     latents = Latents(settings.vae, device, dtype)
     torch.manual_seed(settings.seed)  # the weights of a model that starts anew
-    learner = denoiser(settings.model, data.labels)
+    learner = denoiser(settings.model, data.labels, settings.prompt_tokens)
     learner.model.to(device).train()
     if dtype != torch.float32:
         learner.model.to(dtype)
     if settings.gradient_checkpointing:
         learner.model.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(learner.model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    first = 0 if restart else folder.resume(learner.model, optimizer)
-    folder.say(f"{settings.model} on {device}, {data_name(settings)}, labels {', '.join(data.labels)}; steps {first} to {settings.steps}")
+    return Run(settings, data, latents, learner, torch.optim.AdamW(learner.model.parameters(), lr=settings.learning_rate, weight_decay=0.0))
 
-    with configure(learner.model, {"attention_mechanism": settings.attention_mechanism}):
+
+def train(settings: Settings, restart: bool = False) -> list[float]:
+    """The losses of all steps, those before a checkpoint included."""
+    folder = RunFolder(Path(settings.output))
+    run = start(settings)
+    model, labels = run.learner.model, run.data.labels
+    first = 0 if restart else folder.resume(model, run.optimizer)
+    folder.say(f"{settings.model} on {settings.torch_device}, {data_name(settings)}, labels {', '.join(labels)}; steps {first} to {settings.steps}")
+
+    with configure(model, {"attention_mechanism": settings.attention_mechanism}):
         began = time.perf_counter()
         for step in range(first, settings.steps):
             if step == first:
-                with tw.watch(learner.model) as watched:
-                    loss = one_step(learner, data, latents, optimizer, settings, step)
+                with tw.watch(model) as watched:
+                    loss = one_step(run, step)
                 folder.say(f"\nattention_mechanism {settings.attention_mechanism!r}, seen in the first step:\n{watched}\n")
             else:
-                loss = one_step(learner, data, latents, optimizer, settings, step)
+                loss = one_step(run, step)
             folder.losses.append(loss)
             done = step + 1
             if done % settings.log_every == 0 or done == settings.steps:
@@ -59,9 +76,9 @@ def train(settings: Settings, restart: bool = False) -> list[float]:
                     f"{each * (settings.steps - done):.0f} s to go"
                 )
             if done % settings.sample_every == 0 or done == settings.steps:
-                save_row(sample(learner, data, latents, settings), folder.path / f"samples-{done:05d}.png")
+                save_row(sample(run), labels, folder.path / f"samples-{done:05d}.png")
             if done % settings.checkpoint_every == 0 or done == settings.steps:
-                folder.save(learner.model, optimizer)
+                folder.save(model, run.optimizer)
                 folder.plot()
     folder.say(f"results are in {folder.path}")
     return folder.losses
@@ -71,8 +88,9 @@ def data_name(settings: Settings) -> str:
     return "drawn shapes" if settings.images is None else f"pictures of {settings.images}"
 
 
-def one_step(learner: Denoiser, data: Pictures, latents: Latents, optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> float:
+def one_step(run: Run, step: int) -> float:
     """One batch, all of whose randomness comes from (seed, step): a run that is resumed draws what it would have drawn."""
+    settings, data, latents, learner, optimizer = run
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
     images, labels = data.batch(settings.batch_size, generator)
     clean = latents.of(images.to(settings.torch_device, settings.torch_dtype))
@@ -88,8 +106,9 @@ def one_step(learner: Denoiser, data: Pictures, latents: Latents, optimizer: tor
 
 
 @torch.no_grad()
-def sample(learner: Denoiser, data: Pictures, latents: Latents, settings: Settings) -> Tensor:
+def sample(run: Run) -> Tensor:
     """From noise to a picture of each label, by Euler steps from t = 1 to 0."""
+    settings, data, latents, learner, _ = run
     generator = torch.Generator().manual_seed(settings.seed)
     labels = torch.arange(len(data.labels))
     like, _ = data.batch(1, torch.Generator().manual_seed(0))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -21,7 +22,7 @@ MECHANISMS = ("flex", "native", "math")
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     """examples/finetune/train.py, imported as it is when run: with its own folder on the path."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("train", "settings", "pictures", "denoisers", "run_folder"):
+    for name in ("train", "compare", "settings", "pictures", "denoisers", "run_folder"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import train
 
@@ -45,10 +46,38 @@ def test_one_curve_for_every_mechanism(example: Any, tmp_path: Path) -> None:
         log = (tmp_path / name / "log.txt").read_text()
         assert f"3 of 3 attention layers reached tilewise (calls: {engine_of(name)} 3)" in log and "step    25/25" in log
         with Image.open(tmp_path / name / "samples-00025.png") as samples:
-            assert samples.size == (3 * 16 * 4, 16 * 4)
+            assert samples.size == (3 * 16 * 4, 16 * 4 + 20)
+            captions = np.asarray(samples)[16 * 4 :].min(-1) < 128
+            assert captions.any() and all(part.any() for part in np.split(captions, 3, axis=1))  # a label below each picture
         assert (tmp_path / name / "loss.png").stat().st_size > 0
     other = run(example, tmp_path / "other", attention_mechanism="native", steps=3, batch_size=8, seed=1)
     assert abs(other[0] / curves["native"][0] - 1) > 1e-3  # the tolerance tells runs apart
+
+
+def test_padded_prompts_are_skipped_and_change_nothing(example: Any, tmp_path: Path) -> None:
+    """More padding is no other prompt, and costs no tiles; without the mask it would be seen."""
+    given = {"model": "tiny-qwen-image", "image_size": 16, "steps": 3, "batch_size": 2}
+    curves = {
+        (name, tokens): run(example, tmp_path / f"{name}{tokens}", attention_mechanism=name, prompt_tokens=tokens, **given)
+        for name, tokens in (("flex", 320), ("native", 320), ("native", 64))
+    }
+    torch.testing.assert_close(curves["flex", 320], curves["native", 320], rtol=1e-5, atol=0)
+    torch.testing.assert_close(curves["native", 64], curves["native", 320], rtol=1e-5, atol=0)
+    log = (tmp_path / "flex320" / "log.txt").read_text()
+    assert "key_padding" in log and "33.3%" in log  # the second of three tiles of keys is padding throughout
+
+
+def test_the_comparison_with_native(example: Any, tmp_path: Path) -> None:
+    config = json.loads((FOLDER / "padded_prompts.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"image_size": 16, "batch_size": 1, "prompt_tokens": 320}))
+    import compare
+
+    header, native, flex = compare.compare(example.read(path), path, turns=1)
+    assert header == ["attention", "tiles skipped", "a training step", "memory of a step"]
+    assert native[:2] == ["native", "0%"] and flex[:2] == ["flex", "33%"]
+    for row in (native, flex):
+        assert float(row[2].removesuffix(" ms")) > 0 and float(row[3].removesuffix(" MiB")) > 0
 
 
 def test_a_run_that_is_resumed_is_the_same_run(example: Any, tmp_path: Path) -> None:
@@ -96,7 +125,7 @@ def test_mistakes_are_told(example: Any, tmp_path: Path) -> None:
         run(example, tmp_path / "b", stepps=3)
     with pytest.raises(SystemExit, match="steps must be a whole number"):
         run(example, tmp_path / "c", steps=0)
-    with pytest.raises(SystemExit, match="neither tiny-flux, tiny-sdxl-unet nor a folder"):
+    with pytest.raises(SystemExit, match="neither tiny-flux, tiny-qwen-image, tiny-sdxl-unet nor a folder"):
         run(example, tmp_path / "d", model="nowhere")
     with pytest.raises(SystemExit, match="holds no pictures"):
         run(example, tmp_path / "e", images=str(tmp_path))

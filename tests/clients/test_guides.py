@@ -12,7 +12,12 @@ from tests.support.compare import engine_of
 from tilewise.integrations import diffusers, transformers
 
 DOCS = Path(__file__).parents[2] / "docs"
-GUIDES = [*sorted((DOCS / "clients").glob("*.md")), DOCS / "troubleshooting.md"]
+GUIDES = [
+    *[path for folder in ("clients", "guides", "recipes") for path in sorted((DOCS / folder).glob("*.md"))],
+    DOCS / "sparse.md",
+    DOCS / "troubleshooting.md",
+    DOCS / "index.md",
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
