@@ -19,8 +19,9 @@ from tilewise.tools.bench_models import measure, processes, rows
 from tilewise.tools.bench_models.processes import Findings, Result, Settings
 from tilewise.tools.bench_models.rows import INFERENCE, STEP, Job
 from tilewise.tools.bench_models.workload import Scale
-from tilewise.tools.cli import run as command
-from tilewise.tools.commands import app
+from tilewise_cli.app import app
+from tilewise_cli.entry import run as command
+from tilewise_cli.terminal import console
 
 CPU = Scale(True, torch.device("cpu"))
 Event = dict[str, Any]
@@ -240,13 +241,17 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize("line", ["bench model", "bench model --list"])
 def test_the_models_are_listed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "_width", 200)  # made with the width of before
     listed = CliRunner().invoke(app, line.split())
     assert listed.exit_code == 0 and all(name in listed.output for name in [*rows.ROWS, *rows.IMPLEMENTATIONS])
+    found = json.loads(CliRunner().invoke(app, [*line.split(), "--json"]).stdout)
+    assert [*found["models"]] == [*rows.ROWS] and found["implementations"] == rows.IMPLEMENTATIONS
 
 
 @pytest.mark.parametrize("broken", [None, "died: SIGABRT"])
 def test_it_prints_and_draws(broken: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "_width", 200)  # made with the width of before
 
     def fake(jobs: list[Job], settings: Settings, tell: Any) -> Findings:
         tell({"event": "building", "row": "host-packed"})
@@ -259,13 +264,37 @@ def test_it_prints_and_draws(broken: str | None, tmp_path: Path, monkeypatch: py
         findings.results["host-packed", STEP, "tilewise"] = Result([22.0, 23.0], 4.25, 10.0, 1.25, 3e-7, "sdpa", broken)
         return findings
 
-    row, picture = rows.find("host-packed"), tmp_path / "pictures" / "bars.png"
-    assert bench_model.run(row, rows.jobs_of(row, CPU), Settings(True, "cpu"), picture, fake) == (1 if broken else 0)
+    monkeypatch.setattr(processes, "measure", fake)
+    picture = tmp_path / "pictures" / "bars.png"
+    line = ["bench", "model", "host-packed", "--device", "cpu", "--out", str(picture)]
+    assert command(line) == (1 if broken else 0)
     printed = capsys.readouterr().out
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
     assert ["inference", "tilewise", "10.5", "2.00", "1.25", "4.2", "3e-07"] in cells and "inference: tilewise takes -625 us a layer more" in printed
     assert any(broken in cell for line in cells for cell in line) if broken else "step: tilewise takes +125 us a layer more" in printed
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG") and "FlashAttention" not in printed  # which no CPU could run
+    assert command([*line, "--json"]) == (1 if broken else 0)
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "host-packed" and found["tiny"] and found["device"] == "a machine" and found["picture"] == str(picture)
+    assert found["results"]["inference"]["tilewise"] == {
+        "times": [10.0, 10.5, 12.0],
+        "first_s": 4.25,
+        "warm_ms": 10.0,
+        "gib": 1.25,
+        "off": 3e-7,
+        "beside": "sdpa",
+        "failed": None,
+        "ms": 10.5,
+    }
+    assert found["results"]["step"]["tilewise"]["failed"] == broken
+
+
+def test_a_column_without_numbers_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, job = rows.find("llama"), Job("llama", STEP, ["sdpa", "tilewise"])
+    made = Findings({("llama", STEP, name): Result([ms], 0.5, ms, None, 1e-7, "sdpa") for name, ms in (("sdpa", 20.0), ("tilewise", 10.0))})
+    monkeypatch.setattr(processes, "measure", lambda *given: made)
+    found = bench_model.measure(row, [job], Settings(True, "cpu"), lambda event: None)
+    assert [str(c.header) for c in bench_model.table(found).columns] == ["", "implementation", "ms", "speedup", "first call, s", "difference"]
 
 
 # -- benchmarks/models.py --------------------------------------------------------------------------------------------

@@ -1,14 +1,22 @@
-"""Mistakes on the command line: one line on stderr and an exit code, never a traceback. Bugs of our own keep theirs."""
+"""The command line: what it prints, as text and as JSON, and mistakes, which are told in one line, never in a traceback. Bugs of our own keep theirs."""
 
+import json
 import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tilewise import __version__
 from tilewise.core import folders, store
-from tilewise.tools.cli import CLOSED_PIPE, INTERRUPTED, run
+from tilewise.tools import doctor
+from tilewise.tools.doctor import Finding
+from tilewise.tools.doctor_report import as_block
+from tilewise_cli.entry import CLOSED_PIPE, INTERRUPTED, run
+from tilewise_cli.terminal import console
 
 PARTS = {"facts": b"{}", "cubin": b"1234"}
 
@@ -17,6 +25,7 @@ PARTS = {"facts": b"{}", "cubin": b"1234"}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "store"))
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "_width", 200)  # made with the width of before
     monkeypatch.chdir(tmp_path)
     folders.private_folder.cache_clear()
     (tmp_path / "data.txt").write_text("x = 1")
@@ -123,7 +132,7 @@ def test_info_tells_the_bounds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     store.write("ab" * 32, PARTS)
     assert run(["cache", "info"]) == 0
     said = capsys.readouterr().out
-    assert "1 kernels, 0.0 MiB of at most 77 MiB (TILEWISE_CACHE_MIB)" in said and "at most 1024 C++ libraries" in said
+    assert "1 kernel, 0.0 MiB of at most 77 MiB (TILEWISE_CACHE_MIB)" in said and "at most 1024 C++ libraries" in said
 
 
 def test_kernels_are_carried_and_nothing_else_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,14 +148,136 @@ def test_kernels_are_carried_and_nothing_else_is(folder: Path, capsys: pytest.Ca
         archive.writestr("01" * 32 + ".kernel", store.pack(PARTS), zipfile.ZIP_DEFLATED)
     capsys.readouterr()
     assert run(["cache", "import", "hostile.zip"]) == 1
-    assert "1 kernels taken into" in (said := capsys.readouterr().out) and "4 entries refused" in said
+    assert "1 kernel taken into" in (said := capsys.readouterr().out) and "4 entries refused" in said
     assert sorted(p.stem for p in store.entries()) == ["ab" * 32, "cd" * 32]
     assert {p.name for p in folder.rglob("*.kernel")} == {p.name for p in store.entries()}
 
 
-def test_the_doctor_names_a_backend_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.tools import doctor
+# -- without torch ---------------------------------------------------------------------------------------------------
 
-    assert doctor._backend().status == "ok"
+PROBE = """
+import json, sys
+from tilewise_cli.entry import run
+code = run(sys.argv[1:])
+print("\\n" + json.dumps([code, sorted({name.split(".")[0] for name in sys.modules})]))
+"""
+
+
+def alone(*arguments: str, **environment: str) -> tuple[int, str, set[str]]:
+    """A command in a process of its own: its exit code, what it printed, and the packages it imported."""
+    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=True, timeout=300, env={**os.environ, **environment})
+    printed, _, last = done.stdout.rstrip().rpartition("\n")
+    code, packages = json.loads(last)
+    return code, printed.strip(), set(packages)
+
+
+@pytest.mark.parametrize("line", ["--version", "--help", "doctor --help", "build --help", "bench --help", "bench model --help", "cache --help", "frobnicate"])
+def test_torch_is_not_imported_before_it_is_needed(line: str) -> None:
+    """This is what makes them quick."""
+    code, printed, packages = alone(*line.split())
+    assert code == (2 if line == "frobnicate" else 0) and not packages & {"torch", "tilewise", "numpy", "matplotlib"}
+    if line == "--version":
+        assert printed == f"tilewise {__version__}"
+    elif line != "frobnicate":
+        assert "Usage: tilewise" in printed
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("do", ["doctor"]), ("cache v", ["verify"]), ("doctor --re", ["--report"]), ("build --dtype f", ["fp16", "fp32"])]
+)
+def test_shells_complete_commands_options_and_values(typed: str, completed: list[str]) -> None:
+    words = ["tilewise", *typed.split()]
+    asked = {"_TILEWISE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "from tilewise_cli.entry import main; main()"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **asked},
+        check=False,
+    )
+    assert done.stdout.split() == completed and "| torch\n" not in done.stderr
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def printed_json(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run([*line.split(), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_reports_are_json_if_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench` and `bench model` are in test_bench.py and test_bench_models.py."""
+    assert printed_json("version", capsys)["tilewise"] == __version__
+    assert "auto" in printed_json("backends", capsys)
+    built = printed_json("build --arch cpu --head-dim 64 --dtype fp32 --forward-only", capsys)
+    assert built["wanted"] >= built["compiled"] and built["folder"] == str(folder / "store")
+    store.write("ab" * 32, PARTS)
+    found = printed_json("cache info", capsys)
+    assert found["folder"] == str(folder / "store") and found["kernels"] == len(store.entries()) and found["bytes"] > 0
+    assert printed_json("cache verify", capsys) == {"sound": found["kernels"], "damaged": []}
+    path = store.path_of("ab" * 32)
+    path.write_bytes(b"rubbish")
+    assert printed_json("cache verify", capsys, code=1) == {"sound": found["kernels"] - 1, "damaged": [str(path)]}
+
+
+# -- the doctor ------------------------------------------------------------------------------------------------------
+
+
+FINDINGS = [Finding("tilewise", "ok", "1.2"), Finding("kernel store", "ok", "/home/alice/.cache/tilewise: 1 kernel")]
+
+
+def test_the_doctor_tells_what_it_examines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENGINES", doctor.ENGINES[:1])
+    told: list[tuple[int, int, str]] = []
+    findings = doctor.examine(lambda *step: told.append(step))
+    assert [done for done, _, _ in told] == [*range(told[0][1])] and f"examining {doctor.ENGINES[0].name} on cpu" in [name for _, _, name in told]
+    assert {"tilewise", "torch", "C++ compiler", "kernel store", "backend"} <= {f.what for f in findings}
+
+
+def test_the_doctor_prints_a_table_json_or_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda tell: FINDINGS)
+    assert run(["doctor"]) == 0
+    assert "tilewise" in (said := capsys.readouterr().out) and "to do" not in said  # there is nothing to do
+    assert printed_json("doctor", capsys)[0] == {"what": "tilewise", "status": "ok", "detail": "1.2", "fix": ""}
+    assert run(["doctor", "--report"]) == 0
+    assert "```text\nok" in (said := capsys.readouterr().out) and "~/.cache/tilewise: 1 kernel" in said
+    monkeypatch.setattr(doctor, "examine", lambda tell: [*FINDINGS, Finding("GPU", "problem", "gone", "look for it")])
+    assert run(["doctor"]) == 1 and "look for it" in capsys.readouterr().out
+    assert run(["doctor", "--json", "--report"]) == 2 and "choose one of --json and --report" in capsys.readouterr().err
+
+
+def test_the_report_names_variables_and_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = tmp_path / "people" / "bob"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("LOGNAME", "bob")
+    monkeypatch.setenv("TILEWISE_BACKEND", "flex")
+    monkeypatch.setenv(store.VARIABLE, "/scratch/bob/kernels")
+    monkeypatch.setenv("SECRET", "hunter2")
+    where = [str(home / "x"), "/home/alice/y", r"C:\Users\carol\z", "/tmp/tilewise-bob/w", "a bobbin in /opt/bobbin"]
+    block = as_block([Finding("paths", "note", ", ".join(where))])
+    assert r"~/x, ~/y, ~\z, /tmp/tilewise-<user>/w, a bobbin in /opt/bobbin" in block
+    assert "TILEWISE_BACKEND=flex" in block and f"{store.VARIABLE}=/scratch/<user>/kernels" in block and "hunter2" not in block
+    assert block.startswith("```text\n") and block.endswith("\n```")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"), [(1, "1 kernel, 0.0 MiB of at most 4096, 1 damaged (it will be"), (2, "2 kernels, 0.0 MiB of at most 4096, 2 damaged (they will")]
+)
+def test_the_doctor_counts(damaged: int, said: str) -> None:
+    for n in range(damaged):
+        store.write(f"{n:064x}", PARTS)
+        store.path_of(f"{n:064x}").write_bytes(b"rubbish")
+    (finding,) = doctor._store()
+    assert said in finding.detail
+
+
+def test_the_doctor_names_a_backend_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = doctor._backend()
+    assert finding.status == "ok"
     monkeypatch.setenv("TILEWISE_BACKEND", "fast")
-    assert doctor._backend().status == "problem" and "'fast'" in doctor._backend().detail
+    (finding,) = doctor._backend()
+    assert finding.status == "problem" and "'fast'" in finding.detail

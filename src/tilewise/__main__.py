@@ -1,5 +1,5 @@
 """`python -m tilewise` is the `tilewise` command."""
 
-from tilewise.tools.cli import main
+from tilewise_cli.entry import main
 
 main()

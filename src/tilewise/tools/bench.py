@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
@@ -17,10 +15,12 @@ from torch.nn import functional
 import tilewise
 from tilewise import scores
 from tilewise.lang import evaluate, trace_mask
+from tilewise.tools.words import counted
 
 TURNS = 5  # peers take turns, so that noise on the machine affects all of them
 STRIP = 1024  # queries whose allowed pairs are counted at a time
 PEERS = ("tilewise", "torch SDPA", "torch flex")
+UNITS = (("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("MFLOP/s", 1e6))
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,38 @@ class Work:
 
 
 class Rate(NamedTuple):
-    """TFLOP/s of unmasked work; the backward counts 2.5 times the forward. None if a peer cannot run it."""
+    """FLOP/s of unmasked work; the backward counts 2.5 times the forward. None if a peer cannot run it."""
 
     forward: float | None
     backward: float | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rates of every peer, by the row's title, and where they were measured."""
+
+    where: str
+    dtype: str
+    length: int
+    heads: int
+    head_dim: int
+    rates: dict[str, dict[str, Rate]]
+
+    @property
+    def title(self) -> str:
+        versions = f"tilewise {tilewise.__version__}, torch {torch.__version__}"
+        return f"{self.where}: {counted(self.heads, 'head')} of {self.head_dim}, {self.length} tokens, {self.dtype}, {versions}"
+
+    @property
+    def peers(self) -> list[str]:
+        """Those that ran at least one row."""
+        return [peer for peer in PEERS if any(found[peer].forward is not None for found in self.rates.values())]
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """The largest unit of which the fastest rate is at least one."""
+        best = max(rate for found in self.rates.values() for rates in found.values() for rate in rates if rate is not None)
+        return next((unit for unit in UNITS if best >= unit[1]), UNITS[-1])
 
 
 def works(length: int, heads: int, device: torch.device) -> list[Work]:
@@ -54,29 +82,17 @@ def works(length: int, heads: int, device: torch.device) -> list[Work]:
     ]
 
 
-def run(out: Path, length: int, heads: int, head_dim: int, where: torch.device) -> int:
-    """Measure, print the table and draw the bars."""
-    out.parent.mkdir(parents=True, exist_ok=True)  # an error now, not after minutes of measuring
-    console = Console()
+def measure(length: int, heads: int, head_dim: int, where: torch.device, tell: Callable[[int, int, str], None]) -> Measured:
+    """Every row, one after the other; tell(done, total, what is measured now)."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    versions = f"tilewise {tilewise.__version__}, torch {torch.__version__}"
-    title = f"{name}: {heads} heads of {head_dim}, {length} tokens, {str(dtype).removeprefix('torch.')}, {versions}"
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     inputs = tuple(torch.randn(1, heads, length, head_dim, device=where, dtype=dtype, requires_grad=True) for _ in range(3))
     rates: dict[str, dict[str, Rate]] = {}
-    with Progress(console=console, transient=True) as progress:
-        todo = works(length, heads, where)
-        bar = progress.add_task("measuring", total=len(todo))
-        for work in todo:
-            progress.update(bar, description=f"measuring {work.title}")
-            rates[work.title] = measured(work, inputs)
-            progress.advance(bar)
-    table = Table("forward / backward TFLOP/s", *PEERS, title=title)
-    for row, found in rates.items():
-        table.add_row(row, *[shown(found[peer]) for peer in PEERS])
-    console.print(table)
-    console.print(f"bars: {draw(rates, title, out)}", highlight=False, markup=False)
-    return 0
+    todo = works(length, heads, where)
+    for done, work in enumerate(todo):
+        tell(done, len(todo), f"measuring {work.title}")
+        rates[work.title] = measured(work, inputs)
+    return Measured(name, str(dtype).removeprefix("torch."), length, heads, head_dim, rates)
 
 
 def measured(work: Work, inputs: tuple[Tensor, ...]) -> dict[str, Rate]:
@@ -95,7 +111,7 @@ def measured(work: Work, inputs: tuple[Tensor, ...]) -> dict[str, Rate]:
                 times[peer][k].append(seconds(job, inputs[0].device))
     query = inputs[0]
     flops = 4 * query.shape[1] * query.shape[3] * allowed_pairs(work.mask, query.shape[2], query.device)
-    rates = {peer: [weight * flops / statistics.median(t) / 1e12 for t, weight in zip(found, (1.0, 2.5), strict=False)] for peer, found in times.items()}
+    rates = {peer: [weight * flops / statistics.median(t) for t, weight in zip(found, (1.0, 2.5), strict=False)] for peer, found in times.items()}
     return {peer: Rate(*([*rates.get(peer, []), None, None][:2])) for peer in PEERS}
 
 
@@ -164,29 +180,54 @@ def allowed_pairs(mask: Any, length: int, device: torch.device) -> int:
     return total
 
 
-def shown(rate: Rate) -> str:
-    numbers = ["-" if r is None else f"{r:.0f}" if r >= 100 else f"{r:.2g}" for r in rate]
+def table(found: Measured) -> Table:
+    unit, size = found.unit
+    drawn = Table(f"forward / backward {unit}", *found.peers, title=found.title)
+    for row, rates in found.rates.items():
+        drawn.add_row(row, *[shown(rates[peer], size) for peer in found.peers])
+    return drawn
+
+
+def shown(rate: Rate, unit: float) -> str:
+    numbers = ["-" if r is None else f"{r / unit:.0f}" if r / unit >= 10 else f"{r / unit:.2g}" for r in rate]
     return "-" if rate.forward is None else " / ".join(numbers)
 
 
-def draw(rates: dict[str, dict[str, Rate]], title: str, path: Path) -> str:
+def as_json(found: Measured) -> dict[str, Any]:
+    """Rates in FLOP/s; null where a peer cannot run a row."""
+    return {
+        "tilewise": tilewise.__version__,
+        "torch": str(torch.__version__),
+        "device": found.where,
+        "dtype": found.dtype,
+        "length": found.length,
+        "heads": found.heads,
+        "head_dim": found.head_dim,
+        "flop_per_s": {row: {peer: rates[peer]._asdict() for peer in found.peers} for row, rates in found.rates.items()},
+    }
+
+
+def draw(found: Measured, path: Path) -> str:
     """Forward and backward bars of every peer, as a picture."""
     try:
         import matplotlib
     except ImportError:
-        return "not drawn, matplotlib is missing: pip install 'tilewise[viz]'"
+        return "not drawn; matplotlib is not installed (pip install 'tilewise[viz]')"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    unit, size = found.unit
+    width = 0.8 / len(found.peers)
     figure, panels = pyplot.subplots(1, 2, figsize=(13, 4.5), sharey=True)
     for panel, which in zip(panels, ("forward", "backward"), strict=True):
-        for k, peer in enumerate(PEERS):
-            heights = [getattr(found[peer], which) or 0.0 for found in rates.values()]
-            panel.bar([n + (k - 1) * 0.27 for n in range(len(rates))], heights, width=0.25, label=peer)
-        panel.set_xticks(range(len(rates)), list(rates), rotation=20, ha="right")
-        panel.set_title(f"{which}, TFLOP/s of unmasked work")
+        for k, peer in enumerate(found.peers):
+            heights = [(getattr(rates[peer], which) or 0.0) / size for rates in found.rates.values()]
+            offset = (k - (len(found.peers) - 1) / 2) * width
+            panel.bar([n + offset for n in range(len(heights))], heights, width=0.93 * width, label=peer)
+        panel.set_xticks(range(len(found.rates)), list(found.rates), rotation=20, ha="right")
+        panel.set_title(f"{which}, {unit} of unmasked work")
     panels[0].legend()
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(found.title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

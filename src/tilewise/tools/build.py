@@ -20,9 +20,12 @@ from tilewise.frontend.token_order import best_permutation, token_permute
 from tilewise.masks import Mask
 from tilewise.named import Named
 from tilewise.scores import as_scores
+from tilewise.tools.words import counted
 
 HEADS, LENGTH = 2, 4096  # kernels take sizes as arguments, so these only have to be plausible
 CPU, CPP = "cpu", "cpp"  # an architecture, and its engine
+__all__ = ["BuildReport", "build_flex_attention_kernels", "build_kernels"]
+
 Build = Callable[[], str]  # builds one kernel and returns its name
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -36,7 +39,7 @@ class BuildReport:
     folder: str
 
     def __str__(self) -> str:
-        return f"{self.wanted} kernels in {self.folder}: {self.compiled} compiled, {self.wanted - self.compiled} already there"
+        return f"{counted(self.wanted, 'kernel')} in {self.folder}: {self.compiled} compiled, {self.wanted - self.compiled} already there"
 
 
 def build_kernels(
@@ -52,13 +55,17 @@ def build_kernels(
 ) -> BuildReport:
     """Compile the kernels for every combination of mask, score, head dim and dtype into the kernel store.
 
-    masks, scores   what attention() takes as mask= and score=, or None
-    arch            "sm_80", "sm_90", ..., or "cpu" for this machine's own; the GPU of this machine unless given
-    backward        also the kernels of the backward pass
-    decode          also those for a single query over a long cache
-    progress        called with (done, total, what was built)
-
     Kernels that are in the store already are not built again. Kernels do not depend on lengths, batch sizes, window sizes or captured contents.
+
+    Args:
+        masks: What attention() takes as mask=, or None.
+        scores: What attention() takes as score=, or None.
+        head_dims: Of queries, keys and values.
+        dtypes: "bf16", "fp16", "fp32", or torch's.
+        arch: "sm_80", "sm_90", ..., or "cpu" for this machine's own; the GPU of this machine unless given.
+        backward: Also the kernels of the backward pass.
+        decode: Also those for a single query over a long cache.
+        progress: Called with (done, total, what was built).
     """
     names = [arch] if arch is None or isinstance(arch, str) else list(arch)
     gpus = [_architecture(a) for a in names if a != CPU]

@@ -26,12 +26,12 @@ GRID_WIDTH = 32  # of the image in the neighborhood mask
 
 TITLE = "ms forward + backward; error against the dense reference in float64"
 NEXT = """\
-Each mask and score above is a plain Python function. tilewise formed no N x N matrix.
+Each mask and score above is a Python function. No N x N matrix was formed.
 
 Try next:
   print(tilewise.explain(q, k, v, mask=masks.causal))   which engine, and why
   with tilewise.attention_backend("flex"): ...          choose one for a block
-  from tilewise.flex import flex_attention              FlexAttention code, unchanged
+  from tilewise.flex import flex_attention              torch's interface
   docs/masks.md, docs/scores.md, docs/choosing.md       the whole library
 """
 

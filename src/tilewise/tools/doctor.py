@@ -1,9 +1,12 @@
 """The doctor: versions, GPU, toolchain and store, and every engine run on a real problem against the reference."""
 
+import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -17,8 +20,10 @@ from tilewise.core.problem import Options
 from tilewise.engines import ENGINES, Engine, Request
 from tilewise.engines.gpu.limits import NO_TRITON
 from tilewise.frontend.dispatch import VARIABLE, names, reason_against, requested_backend
+from tilewise.tools.words import counted
 
-OPTIONAL = ("triton", "numpy", "typer", "rich", "matplotlib", "diffusers", "transformers")
+OPTIONAL = ("triton", "numpy", "typer", "rich", "matplotlib", "diffusers", "transformers", "accelerate")
+REPORT = "this should work; please open an issue with the output of `tilewise doctor --report`"
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,25 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> list[Finding]:
-    return [*_versions(), *_gpu(), *_toolchain(), _store(), _backend(), *[_engine(e, d) for d in _devices() for e in ENGINES]]
+def examine(tell: Callable[[int, int, str], None]) -> list[Finding]:
+    """Every finding; tell(done, total, what is examined now)."""
+    engines = {f"{engine.name} on {device}": partial(_engine, engine, device) for device in _devices() for engine in ENGINES}
+    steps: dict[str, Callable[[], list[Finding]]] = {
+        "versions": _versions,
+        "GPU": _gpu,
+        "toolchain": _toolchain,
+        "kernel store": _store,
+        "backend": _backend,
+    } | engines
+    found: list[Finding] = []
+    for done, (what, step) in enumerate(steps.items()):
+        tell(done, len(steps), f"examining {what}")
+        found += step()
+    return found
 
 
 def healthy(findings: list[Finding]) -> bool:
     return all(f.status != "problem" for f in findings)
-
-
-def as_json(findings: list[Finding]) -> list[dict[str, Any]]:
-    return [asdict(f) for f in findings]
 
 
 def _devices() -> list[str]:
@@ -51,7 +65,8 @@ def _versions() -> list[Finding]:
     found = [
         Finding("tilewise", "ok", tilewise.__version__),
         Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads"),
+        Finding("CPU", "ok", f"{counted(os.cpu_count() or 1, 'core')}, {torch.backends.cpu.get_cpu_capability()}"),
+        Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {counted(torch.get_num_threads(), 'thread')}"),
     ]
     for name in OPTIONAL:
         try:
@@ -70,13 +85,17 @@ def _gpu() -> list[Finding]:
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)
         old = (p.major, p.minor) < (8, 0)
-        detail = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors"
+        detail = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, {counted(p.multi_processor_count, 'SM')}"
         found.append(Finding(f"GPU {k}", "note" if old else "ok", detail, "older than Ampere: no fused kernels" if old else ""))
     return found
 
 
 def _toolchain() -> list[Finding]:
-    triton = Finding("Triton kernels", "ok", "can be compiled") if NO_TRITON is None else Finding("Triton kernels", "note", NO_TRITON, "pip install triton")
+    triton = (
+        Finding("Triton kernels", "ok", "can be compiled")
+        if NO_TRITON is None
+        else Finding("Triton kernels", "note", NO_TRITON, "pip install --upgrade triton")
+    )
     return [triton, _compiler(), _half_products()]
 
 
@@ -99,48 +118,50 @@ def _half_products() -> Finding:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("torch's bfloat16 on cpu", "note", f"could not be tried: {error}")
     if done.returncode == 0:
-        return Finding("torch's bfloat16 on cpu", "ok", "a product of matrices runs")
-    detail = f"a product of matrices ends Python (exit code {done.returncode}): the processor announces instructions that it does not run"
+        return Finding("torch's bfloat16 on cpu", "ok", "matrix products work")
+    detail = f"a matrix product kills Python (exit code {done.returncode}): the processor reports instructions that it cannot run"
     return Finding("torch's bfloat16 on cpu", "note", detail, "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16; tilewise's C++ engine needs no remedy")
 
 
-def _store() -> Finding:
+def _store() -> list[Finding]:
     root = store.kernel_root()
-    damaged = store.damaged()
-    detail = f"{root}: {len(store.entries())} kernels, {store.size() / 2**20:.1f} MiB of at most {store.most_bytes() / 2**20:.0f}"
+    damaged = len(store.damaged())
+    detail = f"{root}: {counted(len(store.entries()), 'kernel')}, {store.size() / 2**20:.1f} MiB of at most {store.most_bytes() / 2**20:.0f}"
     if damaged:
-        return Finding("kernel store", "note", f"{detail}, {len(damaged)} damaged (they will be built again)", "tilewise cache clear")
-    return Finding("kernel store", "ok", detail)
+        again = "it will be built again" if damaged == 1 else "they will be built again"
+        return [Finding("kernel store", "note", f"{detail}, {damaged} damaged ({again})", "tilewise cache clear")]
+    return [Finding("kernel store", "ok", detail)]
 
 
-def _backend() -> Finding:
+def _backend() -> list[Finding]:
     name, source = requested_backend(None)
     if name not in names():
-        return Finding("backend", "problem", f"{source} is {name!r}; allowed are {', '.join(names())}", f"unset {VARIABLE}")
-    return Finding("backend", "ok", f"{name!r}, from {source}")
+        return [Finding("backend", "problem", f"{source} is {name!r}; allowed are {', '.join(names())}", f"unset {VARIABLE}")]
+    return [Finding("backend", "ok", f"{name!r}, from {source}")]
 
 
-def _engine(engine: Engine, device: str) -> Finding:
-    """A masked, scored forward and backward, compared with the reference in float64."""
+def _engine(engine: Engine, device: str) -> list[Finding]:
+    """A masked, scored forward and backward (where the engine takes masks and scores), compared with the reference in float64."""
     title = f"{engine.name} on {device}"
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     plain = engine.name == "native"
-    mask: Any = masks.causal if plain else masks.causal & masks.sliding_window(50)
-    score = None if plain else scores.softcap(20.0)
+    unmasked = engine.name == "fa2"
+    mask: Any = None if unmasked else masks.causal if plain else masks.causal & masks.sliding_window(50)
+    score = None if plain or unmasked else scores.softcap(20.0)
     query, key, value = (torch.randn(1, 2, 150, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     problem, _ = problem_of_call(query, key, value, mask, score, Options(), "bhsd", None)
     refusal = reason_against(engine, problem, Request(engine.name, "doctor", False, False))
     if refusal is not None:
-        return Finding(title, "note", refusal)
+        return [Finding(title, "note", refusal)]
     try:
         error = _error([query, key, value], mask, score, engine.name)
     except Exception as failure:  # any failure is a finding
-        return Finding(title, "problem", f"{type(failure).__name__}: {failure}", "this should work; please report it with `tilewise doctor --json`")
+        return [Finding(title, "problem", f"{type(failure).__name__}: {failure}", REPORT)]
     allowed = 16 * torch.finfo(dtype).eps
     if not error <= allowed:
-        return Finding(title, "problem", f"differs from the reference by {error:.1e}, allowed {allowed:.1e}", "please report it with `tilewise doctor --json`")
-    return Finding(title, "ok", f"agrees with the reference, forward and backward, within {error:.1e}")
+        return [Finding(title, "problem", f"differs from the reference by {error:.1e}, allowed {allowed:.1e}", REPORT)]
+    return [Finding(title, "ok", f"agrees with the reference, forward and backward, within {error:.1e}")]
 
 
 def _error(inputs: list[torch.Tensor], mask: Any, score: Any, backend: str) -> float:

@@ -10,7 +10,8 @@ Example:
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from html import escape
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,8 +23,12 @@ from tilewise.engines.native import SDPA, own_call
 from tilewise.errors import InputError
 from tilewise.frontend.dispatch import Served, observers
 from tilewise.frontend.interception import LOOKS_LIKE_ATTENTION
+from tilewise.tools.html import bar, table
+
+__all__ = ["Layer", "Use", "watch"]
 
 TILE = (128, 128)
+HEADER = ("layer", "kind", "calls", "engine", "mask", "tiles skipped")
 SOFTMAX = (torch.softmax, functional.softmax, torch.Tensor.softmax, torch.special.softmax)
 MULTI_HEAD = (functional.multi_head_attention_forward, torch._native_multi_head_attention)
 
@@ -71,6 +76,7 @@ class Layer:
 
     @property
     def bypasses(self) -> bool:
+        """Whether some of its calls did not reach tilewise."""
         return any(not use.through_tilewise and use.engine != NOT_CALLED for use in self.uses)
 
 
@@ -169,6 +175,7 @@ class watch:
 
     @property
     def layers(self) -> list[Layer]:
+        """Every attention layer of the model, in the order of its modules."""
         return [self._layer(name) for name in self._modules if name in self._seen or self._silent(name)]
 
     def _layer(self, name: str) -> Layer:
@@ -213,6 +220,7 @@ class watch:
 
     @property
     def bypassing(self) -> list[Layer]:
+        """The layers that did not reach tilewise."""
         return [layer for layer in self.layers if layer.bypasses]
 
     @property
@@ -225,10 +233,16 @@ class watch:
 
     def __str__(self) -> str:
         layers = self.layers
-        rows = [("layer", "kind", "calls", "engine", "mask", "tiles skipped"), *_rows(layers)]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*table, "", *self._summary(layers)])
+        rows = [HEADER, *[(*row[:-1], "" if row.skipped is None else f"{100 * row.skipped:.1f}%") for row in _rows(layers)]]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, "", *self._summary(layers)])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same, with a bar for the tiles skipped."""
+        layers = self.layers
+        rows = [(*row[:-1], "" if row.skipped is None else bar(row.skipped)) for row in _rows(layers)]
+        return "\n".join([table(HEADER, rows), *[f"<div>{escape(line)}</div>" for line in self._summary(layers)]])
 
     def _summary(self, layers: list[Layer]) -> list[str]:
         reached = sum(1 for layer in layers if layer.engines)
@@ -290,7 +304,16 @@ def _takes_implementations(module: Any) -> bool:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(layers: list[Layer]) -> Iterator[tuple[str, ...]]:
+class _Row(NamedTuple):
+    layer: str
+    kind: str
+    calls: str
+    engine: str
+    mask: str
+    skipped: float | None  # the share of tiles
+
+
+def _rows(layers: list[Layer]) -> Iterator[_Row]:
     """One row per use of a layer; layers that differ only in their number and have the same uses share rows."""
     groups: dict[Any, list[Layer]] = {}
     for layer in layers:
@@ -300,9 +323,8 @@ def _rows(layers: list[Layer]) -> Iterator[tuple[str, ...]]:
     for alike in groups.values():
         name = _listed([layer.name for layer in alike])
         for k, use in enumerate(alike[0].uses):
-            skipped = "" if use.skipped is None else f"{100 * use.skipped:.1f}%"
             engine = use.engine if use.through_tilewise or use.engine == NOT_CALLED else f"BYPASS: {use.engine}"
-            yield (name if k == 0 else "", alike[0].kind if k == 0 else "", str(use.calls * len(alike)), engine, use.mask, skipped)
+            yield _Row(name if k == 0 else "", alike[0].kind if k == 0 else "", str(use.calls * len(alike)), engine, use.mask, use.skipped)
 
 
 def _listed(names: list[str]) -> str:

@@ -6,23 +6,24 @@ from tilewise.tools.bench_models.processes import Result
 from tilewise.tools.bench_models.rows import Row
 
 NO_FA3 = "FlashAttention 3 is not among them: flash_attn_interface cannot be imported."
-COLUMNS = ("implementation", "ms", "times as fast", "peak GiB", "first call, s", "difference")
+COLUMNS = ("implementation", "ms", "speedup", "peak GiB", "first call, s", "difference")
+NOTHING = "-"  # a cell without a number
 
 
 def cells(name: str, results: Mapping[str, Result]) -> list[str]:
-    """A line of COLUMNS: times as fast as the first implementation that ran, and the difference from the one that it was compared with."""
+    """A line of COLUMNS: the speedup over the first implementation that ran, and the difference from the one that it was compared with."""
     result = results[name]
     if result.ms is None:
         return [name, time_of(result), "", "", "" if result.first_s is None else f"{result.first_s:.1f}", ""]
     first = next(found.ms for found in results.values() if found.ms is not None)
-    gib = "-" if result.gib is None else f"{result.gib:.2f}"
-    return [name, time_of(result), f"{first / result.ms:.2f}", gib, f"{result.first_s or 0:.1f}", "-" if result.beside == name else f"{result.off:.0e}"]
+    gib = NOTHING if result.gib is None else f"{result.gib:.2f}"
+    return [name, time_of(result), f"{first / result.ms:.2f}", gib, f"{result.first_s or 0:.1f}", NOTHING if result.beside == name else f"{result.off:.0e}"]
 
 
 def time_of(result: Result) -> str:
     """Milliseconds, with ~ if they are a single call's; or why there are none."""
     if result.ms is None:
-        return result.failed or "-"
+        return result.failed or NOTHING
     return ("" if result.times else "~") + milliseconds(result.ms)
 
 

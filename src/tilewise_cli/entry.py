@@ -1,4 +1,4 @@
-"""The `tilewise` command. Its libraries (Typer, Rich) come with `pip install 'tilewise[cli]'`."""
+"""Runs the `tilewise` command. Its libraries (Typer, Rich) come with `pip install 'tilewise[cli]'`."""
 
 import os
 import sys
@@ -23,8 +23,7 @@ def run(arguments: Sequence[str]) -> int:
         import typer
     except ImportError as error:
         return _tell(f"the tilewise command needs {error.name}: pip install 'tilewise[cli]'", REFUSED)
-    from tilewise.errors import TilewiseError
-    from tilewise.tools.commands import app
+    from tilewise_cli.app import app
 
     # Which package has it depends on Typer's version.
     usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -38,14 +37,22 @@ def run(arguments: Sequence[str]) -> int:
         return CLOSED_PIPE
     except OSError as error:
         return _tell(f"{error.filename}: {error.strerror}" if error.filename else str(error), REFUSED)
-    except TilewiseError as error:
-        return _tell(str(error), REFUSED)
     except usage_error as error:
         if not arguments or type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             return MISTAKE
         return _tell(f"{error.format_message()} (see tilewise --help)", MISTAKE)
+    except Exception as error:  # tilewise's own are told apart by name: importing their class would import torch
+        if not _is_tilewise_error(error):
+            raise
+        return _tell(str(error), REFUSED)
     return code if isinstance(code, int) else 0
+
+
+def _is_tilewise_error(error: Exception) -> bool:
+    """Asked without importing the library: where it is not loaded, nothing of it was raised."""
+    errors = sys.modules.get("tilewise.errors")
+    return errors is not None and isinstance(error, errors.TilewiseError)
 
 
 def _tell(mistake: str, code: int) -> int:
