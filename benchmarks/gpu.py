@@ -1,7 +1,7 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, the same in single precision, grouped heads, programmed masks and
 scores, decoding, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [host] [maps] [memory] [cold]
+    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [splits] [host] [maps] [memory] [cold]
                              [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER] [--fa4 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
@@ -34,7 +34,9 @@ import tilewise
 from tilewise import masks, scores
 from tilewise.core import map_cache
 from tilewise.core.problem import Options, Problem, make_problem
-from tilewise.engines.gpu.tile_classifier import kernel_map
+from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
+from tilewise.engines.triton import run
+from tilewise.engines.triton.config import table_config
 
 TOKENS, WIDTH = 16384, 2048  # tokens in all; heads x head dim
 TURNS = 3
@@ -287,24 +289,72 @@ def allowed_pairs(mask: Any, length: int) -> int:
     return total
 
 
+DECODED = [(heads, batch, length) for heads in (16, 32) for batch in (1, 8, 64) for length in (2048, 8192, 32768)]  # query heads on 8 key heads, D128
+
+
 def decode(args: argparse.Namespace) -> list[list[str]]:
-    table = [["decode, 32 query heads on 8, D128 (TB/s of keys and values read)", "tilewise", "SDPA", "tilewise / SDPA"]]
-    for batch, length in ((1, 32768), (16, 8192), (64, 4096)):
-        sets = [tuple(t.detach() for t in tensors(batch, 32, 1, 128, 8, length)) for _ in range(max(1, 2**28 // (batch * 8 * length * 128 * 4)))]
+    """One token: all keys attended; an eighth of them padding, on the left; the first half of a buffer written. SDPA gets a mask tensor for the last two."""
+    kinds = ["tilewise", "flash", "ratio", "tilewise, padded", "SDPA", "ratio", "tilewise, static", "SDPA", "ratio"]
+    table = [["decode on 8 key heads, D128 (TB/s of keys and values attended)", *kinds]]
+    for heads, batch, length in [(32, 1, 32768), (32, 8, 8192), (32, 64, 2048)] if args.quick else DECODED:
+        sets, turns = _caches(heads, batch, length)
+        visible = torch.ones(batch, length, dtype=torch.bool, device="cuda")
+        visible[:, : length // 8] = False
+        position = torch.tensor(length // 2 - 1, device="cuda")
+        written = (torch.arange(length, device="cuda") <= position)[None, None, None]
+
+        def times(forward: Callable[..., Tensor], sets: Any = sets, turns: Any = turns) -> float:
+            return statistics.median(graphed(lambda: forward(*sets[next(turns) % len(sets)])) for _ in range(TURNS))
+
+        def mine(mask: Any) -> Callable[..., Tensor]:
+            return partial(tilewise.attention, mask=mask, enable_gqa=True, backend="flex")
+
+        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        def theirs(mask: Tensor) -> Callable[..., Tensor]:
+            return partial(functional.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+
         bytes_read = 2 * batch * 8 * length * 128 * 2
-        turn = iter(range(10**9))
-
-        def split(sets: Any = sets, turn: Any = turn) -> Tensor:
-            q, k, v = sets[next(turn) % len(sets)]
-            return tilewise.attention(q, k, v, enable_gqa=True, backend="flex")
-
-        def theirs(sets: Any = sets, turn: Any = turn) -> Tensor:
-            q, k, v = sets[next(turn) % len(sets)]
-            return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-        rates = [bytes_read / statistics.median(graphed(f) for _ in range(TURNS)) / 1e9 for f in (split, theirs)]
-        cells = [f"B{batch} KV {length}", f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.2f}"]
+        cells = [f"B{batch} H{heads} KV {length}"]
+        for share, one, other in (
+            (1.0, mine(None), flash),
+            (7 / 8, mine(lambda b, h, q, kv, visible=visible: visible[b, kv]), theirs(visible[:, None, None])),
+            (1 / 2, mine(lambda b, h, q, kv, position=position: q + position >= kv), theirs(written)),
+        ):
+            rates = [share * bytes_read / times(f) / 1e9 for f in (one, other)]
+            cells += [f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.2f}"]
         print("  ".join(f"{c:>14s}" for c in cells), flush=True)
+        table.append(cells)
+    return table
+
+
+def _caches(heads: int, batch: int, length: int) -> tuple[list[tuple[Tensor, ...]], Any]:
+    """Queries, keys and values, several times where they would fit a cache of the GPU, and a counter."""
+    count = max(1, 2**28 // (batch * 8 * length * 128 * 4))
+    return [tuple(t.detach() for t in tensors(batch, heads, 1, 128, 8, length)) for _ in range(count)], iter(range(10**9))
+
+
+def splits(args: argparse.Namespace) -> list[list[str]]:
+    """How long decoding takes by the number of splits of the keys, beside the number that is chosen: what triton/run.best_split_count goes by."""
+    from tilewise.engines.triton import run
+
+    tried = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
+    table = [["decode on 8 key heads, D128 (us by splits)", "chosen", *map(str, tried)]]
+    for _, batch, length in [d for d in DECODED if d[0] == 32]:
+        sets, turns = _caches(32, batch, length)
+        p = make_problem(*sets[0], None, None, Options(enable_gqa=True))[0]
+        cells = [f"B{batch} KV {length}", str(run.split_count(p))]
+        for count in [n for n in tried if 64 * n <= length]:
+            ready = (run.DecodeWhole(p) if count == 1 else run.Decode(p, count)).bind(p)
+
+            def call(ready: Any = ready, sets: Any = sets, turns: Any = turns) -> Any:
+                return ready.run(*sets[next(turns) % len(sets)], None, None)
+
+            cells.append(f"{1000 * statistics.median(graphed(call) for _ in range(TURNS)):.1f}")
+        cells += [""] * (len(table[0]) - len(cells))
+        print("  ".join(f"{c:>10s}" for c in cells), flush=True)
         table.append(cells)
     return table
 
@@ -336,35 +386,65 @@ def host(args: argparse.Namespace) -> list[list[str]]:
 
 
 def maps(args: argparse.Namespace) -> list[list[str]]:
-    """Tile maps as the engine makes them before its first kernel: layouts that it has not seen."""
-    tile, count = (64, 64), 20
+    """Tile schedules of both passes, as an engine makes them before its kernels: of layouts that it has not seen, and of a mask of positions alone."""
+    table = [["tile schedules, forward and backward", "GPU ms", "host ms", "peak MiB"]]
+    count = 20
     work = {
-        "causal documents (20), 16384 tokens, new every time": [problem(16384, masks.causal & masks.document(documents(16384, 20))) for _ in range(count)],
-        "causal, 131072 tokens": [problem(131072, masks.causal)] * count,
+        "causal documents (20), 16384 tokens": [problem(16384, masks.causal & masks.document(documents(16384, 20))) for _ in range(count)],
+        "window 4096 and documents (20), 32768 tokens": [
+            problem(32768, masks.sliding_window(4096) & masks.document(documents(32768, 20))) for _ in range(count)
+        ],
+        "padding, 4 x 4096 tokens": [problem(4096, masks.padding(torch.randint(1, 4097, (4,)).cuda()), batch=4) for _ in range(count)],
+        "causal, 131072 tokens, made once": [problem(131072, masks.causal)] * count,
     }
-    table = [[f"tile map, tiles of {tile[0]} x {tile[1]}", "milliseconds", "peak MiB"]]
     for name, problems in work.items():
-        kernel_map(problems[0], tile)  # compiles
-        times, peaks = zip(*(mapped(p, tile) for p in problems), strict=True)
-        table.append([name, f"{statistics.median(times):.2f}", f"{max(peaks) / 2**20:.1f}"])
-        print("  ".join(table[-1]), flush=True)
+        for engine in args.engines:
+            if engine not in SCHEDULES:
+                continue
+            scheduled(problems[0], engine)  # compiles
+            gpu, host, peaks = zip(*(scheduled(p, engine) for p in problems), strict=True)
+            table.append([f"{name}, {engine}", f"{statistics.median(gpu):.3f}", f"{statistics.median(host):.3f}", f"{max(peaks) / 2**20:.1f}"])
+            print("  ".join(table[-1]), flush=True)
     return table
 
 
-def mapped(p: Problem, tile: tuple[int, int]) -> tuple[float, int]:
-    """ms and bytes that a map takes which is not there yet."""
+def triton_schedules(p: Problem) -> None:
+    key, query = (table_config(role, p) for role in ("dkdv_atomic_dq", run.fwd_role(p)))
+    query_schedule(p, (query.m, query.n))
+    key_schedule(p, (key.m, key.n))
+    query_schedule(p, (key.m, key.n))
+
+
+def hopper_schedules(p: Problem) -> None:
+    from tilewise.engines.gluon.config import backward_config, forward_config
+    from tilewise.engines.gluon.tile_schedule import hopper_schedule, key_axis, query_axis
+
+    hopper_schedule(p, query_axis(forward_config(p)))
+    hopper_schedule(p, key_axis(backward_config(p)))
+
+
+SCHEDULES = {"triton": triton_schedules, "gluon": hopper_schedules}
+
+
+def scheduled(p: Problem, engine: str) -> tuple[float, float, int]:
+    """GPU ms, host ms and bytes that schedules take which are not there yet. The GPU is kept busy until all of it is handed over."""
     map_cache.maps.clear()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    begin = time.perf_counter()
-    kernel_map(p, tile)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(10_000_000)  # cycles
+    begin.record()
+    started = time.perf_counter()
+    SCHEDULES[engine](p)
+    host = (time.perf_counter() - started) * 1e3
+    end.record()
     torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e3, torch.cuda.max_memory_allocated() - before
+    return begin.elapsed_time(end), host, torch.cuda.max_memory_allocated() - before
 
 
-def problem(length: int, mask: Any) -> Problem:
-    query = torch.empty(1, 1, length, 64, device="cuda", dtype=torch.bfloat16)
+def problem(length: int, mask: Any, batch: int = 1) -> Problem:
+    query = torch.empty(batch, 1, length, 64, device="cuda", dtype=torch.bfloat16)
     return make_problem(query, query, query, mask, None, Options())[0]
 
 
@@ -468,7 +548,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["dense", "single", "grouped", "masks", "decode", "host", "maps", "memory", "cold"]
+    names = ["dense", "single", "grouped", "masks", "decode", "splits", "host", "maps", "memory", "cold"]
     parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     own = ["gluon", "triton"] if hopper else ["triton"]
@@ -491,6 +571,7 @@ def main() -> None:
         "grouped": grouped,
         "masks": programmed,
         "decode": decode,
+        "splits": splits,
         "host": host,
         "maps": maps,
         "memory": memory,

@@ -1,5 +1,6 @@
 """The call cache: a call is found again when nothing that matters has changed, and never otherwise."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import masks, scores
+from tilewise.core import map_cache
 from tilewise.core.map_cache import maps
 from tilewise.core.weak_cache import WeakCache
 from tilewise.frontend import call_cache
@@ -192,8 +194,9 @@ def test_nothing_is_kept_alive() -> None:
     assert held() is None
 
 
-def test_what_was_made_for_a_tensor_goes_with_it() -> None:
+def test_what_was_made_for_a_tensor_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training loop that brings new documents every step keeps the maps and the packed arguments of the last few, not of hundreds."""
+    monkeypatch.setattr(map_cache, "MAX_VALUE_BYTES", -1)  # small ones are known by value, and serve the next tensor that holds the same
     query = torch.randn(1, 1, 64, 16)
     maps.clear()
     call_cache.forget()
@@ -225,28 +228,53 @@ def test_a_score_whose_tensor_moves_to_the_query_is_not_remembered(monkeypatch: 
     bias, x = torch.randn(2), tensors()
     wanted = attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h])
     call_cache.forget()
-    monkeypatch.setattr(problem, "_in_memory", moved)
+    monkeypatch.setattr(problem, "in_memory", moved)
     assert torch.equal(attend(x, mask=bare, score=lambda s, b, h, q, kv: s + bias[h]), wanted)
 
 
-def test_a_pass_is_prepared_again_when_tuning_went_on_or_contents_changed() -> None:
+def test_a_pass_is_bound_again_when_contents_changed_and_prepared_again_when_tuning_went_on() -> None:
     from tilewise.core.problem import Options, make_problem
     from tilewise.engines.gpu import tuning
     from tilewise.engines.gpu.plan import GpuPlan
+    from tilewise.engines.gpu.structure import Pass
 
-    limit = torch.tensor(3)
-    p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < limit, None, Options())[0]
-    plan, made = GpuPlan(p), iter(range(10))
-    prepared = lambda name="pass": plan.prepared(name, p, lambda: next(made))
-    assert [prepared(), prepared(), prepared("another")] == [0, 0, 1]
+    class Counted(Pass):
+        """Tells which one it is, and how often it was bound."""
+
+        made = 0
+
+        def __init__(self) -> None:
+            Counted.made += 1
+            self.number, self.bound = Counted.made, 0
+
+        def bind(self, p: Any) -> "Counted":
+            self.bound += 1
+            bound = copy.copy(self)
+            return bound
+
+    limit, bias = torch.tensor(3), torch.zeros(64)
+    score = lambda s, b, h, q, kv: s + bias[q]
+    p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < limit, score, Options())[0]
+    plan = GpuPlan(p)
+
+    def prepared(name: str = "pass", plan: Any = plan) -> tuple[int, int]:
+        found = plan.prepared(name, p, "counted", Counted)
+        return found.number, found.bound
+
+    assert [prepared(), prepared(), prepared("another")] == [(1, 1), (1, 1), (2, 1)]
     with tuning.autotuned():
-        assert prepared() == 2
-    assert prepared() == 3
+        assert prepared() == (3, 1)
+    assert prepared() == (1, 2)
     limit += 1
-    assert [prepared(), prepared()] == [4, 4]
+    assert [prepared(), prepared()] == [(1, 3), (1, 3)]
+    assert prepared(plan=GpuPlan(p)) == (1, 4)  # another call of the same structure
+    p = p.replaced(score=p.score.with_captures((bias.clone(),)))  # as a saved tensor that comes back elsewhere
+    assert [prepared(), prepared()] == [(1, 5), (1, 5)]
+    p = p.replaced(scale=0.5)
+    assert prepared(plan=GpuPlan(p)) == (4, 1)
     with torch.inference_mode():  # whose tensors have no version
         p = make_problem(*tensors(), lambda b, h, q, kv: q - kv < torch.tensor(3), None, Options())[0]
-    assert [prepared(), prepared()] == [5, 6]
+    assert [prepared()[1], prepared()[1]] == [1, 2]
 
 
 LIBRARY = {
@@ -292,12 +320,16 @@ def test_calls_with_the_librarys_own_masks_and_scores_are_cached() -> None:
 
 
 class Pass:
-    """A forward that counts how often it is run."""
+    """A forward that counts how often it is run and bound."""
 
     device = 0
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.runs = self.bound = 0
+
+    def bind(self, p: Any) -> "Pass":
+        self.bound += 1
+        return self
 
     def run(self, *tensors: Any) -> str:
         self.runs += 1
@@ -307,15 +339,16 @@ class Pass:
 @pytest.mark.parametrize("kind", ["plain", "captured", "given map"])
 def test_replays_need_what_the_mask_depends_on_unchanged(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu import plan as plan_module
     from tilewise.engines.gpu.plan import FORWARD, GpuPlan
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plan_module, "current_device", lambda: 0)
     limit, tiles = torch.tensor(3), torch.tensor([[True, False], [True, True]])
     bare = TileMap(Geometry(1, 1, 24, 24, (16, 16)), from_dense(tiles & False), from_dense(tiles), None, given=True)
     mask: Any = {"plain": masks.causal, "captured": lambda b, h, q, kv: q - kv < limit, "given map": bare}[kind]
     p = make_problem(*tensors(), mask, None, Options())[0]
     plan, ready = GpuPlan(p), Pass()
-    plan.prepared(FORWARD, p, lambda: ready)
+    plan.prepared(FORWARD, p, kind, lambda: ready)
     assert plan.replay(p.query, p.key, p.value, p.mask_sources) == "output" and ready.runs == 1
     for changed in p.mask_sources[:1]:
         changed += 0
@@ -330,9 +363,9 @@ def test_decoding_is_prepared_once_though_its_mask_moves_on() -> None:
 
     length, key = torch.tensor(5), torch.zeros(1, 2, 128, 16)
     p = make_problem(torch.zeros(1, 2, 1, 16), key, key, lambda b, h, q, kv: kv < length, None, Options())[0]
-    plan, made = GpuPlan(p), iter(range(10))
+    plan, made = GpuPlan(p), Pass()
     for _ in range(3):
-        assert plan.prepared(FORWARD, p, lambda: next(made)) == 0
+        assert plan.prepared(FORWARD, p, "decoding", lambda: made).bound == 1
         length += 1
 
 
@@ -342,12 +375,26 @@ def test_passes_do_not_pile_up_and_the_forward_stays() -> None:
 
     p = make_problem(*tensors(), None, None, Options())[0]
     plan = GpuPlan(p)
-    plan.prepared(FORWARD, p, lambda: "forward")
+    first = plan.prepared(FORWARD, p, "piled", Pass)
     for n in range(3 * MAX_PASSES):
-        plan.prepared(("backward", n), p, lambda n=n: n)
+        last = plan.prepared(("backward", n), p, "piled", Pass)
     assert len(plan._passes) == MAX_PASSES
-    assert plan.prepared(FORWARD, p, lambda: "again") == "forward"
-    assert plan.prepared(("backward", 3 * MAX_PASSES - 1), p, lambda: "again") == 3 * MAX_PASSES - 1
+    assert plan.prepared(FORWARD, p, "piled", Pass) is first and first.bound == 1
+    assert plan.prepared(("backward", 3 * MAX_PASSES - 1), p, "piled", Pass) is last and last.bound == 1
+
+
+def test_structures_do_not_pile_up_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.gpu import structure
+
+    monkeypatch.setattr(structure, "MAX_STRUCTURES", 4)
+    monkeypatch.setattr(structure, "_prepared", {})
+    p = make_problem(*tensors(), None, None, Options())[0]
+    kept = structure.prepared("kept", p, Pass)
+    for n in range(12):
+        structure.prepared(n, p, Pass)
+        assert structure.prepared("kept", p, Pass) is kept
+    assert len(structure._prepared) == 4
 
 
 def test_templates_of_rows_make_contiguous_tensors() -> None:
@@ -356,3 +403,124 @@ def test_templates_of_rows_make_contiguous_tensors() -> None:
     for shape in ((2, 3, 5, 8), (1, 1, 1, 8), (3, 1, 7, 8), (2, 4, 1, 8)):
         rows = torch.empty_like(like_rows(torch.empty(shape, dtype=torch.bfloat16)))
         assert rows.shape == shape[:3] and rows.is_contiguous() and rows.dtype == torch.float32
+
+
+# -- torch's SDPA ----------------------------------------------------------------------------------------------------
+
+
+SDPA_CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "a causal mask": {"mask": lambda b, h, q, kv: q >= kv},
+}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("name", SDPA_CALLS)
+def test_a_known_call_of_native_is_torchs_alone(name: str, trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines.native import NativeEngine
+
+    x = [t.requires_grad_(trains) for t in tensors()]
+    options = SDPA_CALLS[name]
+    call = lambda: tw.attention(*x, backend="native", **options)
+    expected, once = right(x, **options), call()
+    monkeypatch.setattr(NativeEngine, "forward", None)  # from here on, nobody comes by
+    for _ in range(2):
+        found = call()
+        assert torch.equal(found, once)
+        torch.testing.assert_close(found, expected)
+        if trains:
+            gradients = [torch.autograd.grad(out.square().sum(), x, retain_graph=True) for out in (found, expected)]
+            torch.testing.assert_close(*gradients)
+
+
+def test_grouped_heads_of_a_known_call_of_native() -> None:
+    q, k = torch.randn(1, 4, 24, 8), torch.randn(1, 2, 24, 8)
+    for _ in range(3):
+        found = tw.attention(q, k, k, enable_gqa=True, backend="native")
+        torch.testing.assert_close(found, tw.attention(q, k, k, enable_gqa=True, backend="reference"))
+
+
+def test_masks_that_auto_gives_to_sdpa_are_looked_at_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler, keys that were found to be finite go there; those of the next call may not be."""
+    from tilewise.engines.cpp import CppEngine
+
+    monkeypatch.setattr(CppEngine, "refuse", lambda self, p: "no compiler")
+    q, k, v = tensors()
+    broken = v.clone()
+    broken[:, :, -1] = torch.nan
+    for value, engine in ((v, "native"), (broken, "blocked"), (v, "native")):
+        assert tw.explain(q, k, value, is_causal=True).engine == engine
+        assert tw.attention(q, k, value, is_causal=True)[:, :, :-1].isfinite().all()
+
+
+def test_replays_of_native_are_nobodys_business_and_leave_no_trace() -> None:
+    """Interception and watch() ignore tilewise's own calls of SDPA, and see torch's again afterwards, errors included."""
+    from tilewise.core.plan import Plan
+    from tilewise.engines.native import NativeEngine, own_call
+
+    x = tensors()
+    tw.attention(*x, backend="native")
+    with tw.intercept_sdpa("native"):
+        found = [torch.nn.functional.scaled_dot_product_attention(*x) for _ in range(3)]
+    assert all([torch.equal(f, found[0]) for f in found]) and not own_call.running
+    from tilewise.core.problem import Options, make_problem
+
+    plan: Plan = NativeEngine().plan(make_problem(*x, None, None, Options())[0])
+    with pytest.raises(RuntimeError):
+        plan.replay(x[0], x[1][..., :3], x[2], ())
+    assert not own_call.running
+
+
+def test_a_known_call_is_told_to_whoever_watches_or_logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.frontend import dispatch
+    from tilewise.frontend.dispatch import Served, observers
+
+    monkeypatch.setattr(dispatch, "_logged", set())
+    x = tensors()
+    seen: list[Served] = []
+    for backend in ("native", "blocked"):
+        tw.attention(*x, backend=backend)
+        observers.append(seen.append)
+        try:
+            tw.attention(*x, backend=backend)
+        finally:
+            observers.remove(seen.append)
+        with caplog.at_level("INFO", logger="tilewise"):
+            tw.attention(*x, backend=backend)
+    assert [s.engine for s in seen] == ["native", "blocked"]
+    assert [r.getMessage().split()[1] for r in caplog.records] == ["native", "blocked"]
+
+
+def test_every_layers_sinks_make_the_same_call_and_are_their_own() -> None:
+    from tilewise.core.problem import Options
+    from tilewise.frontend.call_key import key_of
+
+    x, one, other = torch.randn(1, 2, 24, 8), torch.tensor([0.0, 1.0]), torch.tensor([3.0, -2.0])
+
+    def known(score: Any) -> Any:
+        found = key_of(x, x, x, None, score, Options(), "cpp", False)
+        assert found is not None
+        return found.key
+
+    assert known([scores.sinks(one)]) == known([scores.sinks(other)])
+    assert known([scores.sinks(one)]) != known([scores.sinks(other.double())]) != known([scores.sinks(torch.zeros(4)[::2])])
+    assert known([scores.sinks(one)]) != known([scores.sinks(other.clone().requires_grad_())])
+    assert known([scores.sinks(one)]) != known([scores.sinks(torch.zeros(3)[1:])])  # otherwise aligned
+    found = [tw.attention(x, x, x, score=scores.sinks(sinks), backend="cpp") for sinks in (one, other, one)]
+    for sinks, out in zip((one, other, one), found, strict=True):
+        torch.testing.assert_close(out, right([x, x, x], score=scores.sinks(sinks)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_is_both_a_bias_and_sinks() -> None:
+    """Its two places may belong to two tensors in the next call."""
+    x, both, other = torch.randn(1, 2, 24, 8), torch.tensor([0.0, 1.0]), torch.tensor([3.0, -2.0])
+
+    def biased(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + both[h] * kv
+
+    calls = [[biased, scores.sinks(sinks)][::order] for order in (1, -1) for sinks in (both, other, both)]
+    found = [tw.attention(x, x, x, score=changes, backend="cpp") for changes in calls]
+    for changes, out in zip(calls, found, strict=True):
+        torch.testing.assert_close(out, right([x, x, x], score=changes), rtol=1e-5, atol=1e-5)

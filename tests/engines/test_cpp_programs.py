@@ -71,6 +71,13 @@ def test_an_integer_has_no_negative_zero(axes: Axes) -> None:
     check([(("//", ("score",), ("cast", "int64", ("score",))), 0)], axes)
 
 
+@pytest.mark.parametrize("axes", [BY_QUERY, BY_KEY], ids=lambda a: a.name)
+def test_zero_divided_by_a_negative_number_is_negative(axes: Axes) -> None:
+    """-0, as torch has it: atan2 tells it from 0."""
+    zero = ("*", ("score",), ("number", 0.0))
+    check([(("atan2", ("//", zero, ("number", -0.3)), ("-", zero, ("number", 1.0))), 0)], axes)
+
+
 ODD, SOME = ("load", "odd", ("index", "kv")), ("load", "slopes", ("index", "q"))
 OF_ONE = (*ROUNDING, *WAVES, "tan", "asin", "acos", "atanh", "isfinite", "isnan", "isinf")
 OF_TWO = ("+", "-", "*", "/", "minimum", "maximum", "clamp_min", "clamp_max", "atan2", "logaddexp")

@@ -73,3 +73,43 @@ def test_jit_trace_is_refused_under_interception() -> None:
     with tw.intercept_sdpa(), warnings.catch_warnings(), pytest.raises(tw.BackendError, match=r"torch\.jit\.trace"):
         warnings.simplefilter("ignore")
         torch.jit.trace(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), (q,))
+
+
+def test_a_decomposed_graph_does_not_lose_the_derivative_in_silence() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + tw.attention(x, x, x, is_causal=True)
+
+    x = torch.randn(1, 2, 24, 8)
+    exported = torch.export.export(Model(), (x,))
+    expected = Model()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(exported.run_decompositions().module()(x), expected)
+    x.requires_grad_()
+    whole = exported.run_decompositions({}).module()(x)
+    torch.testing.assert_close(torch.autograd.grad(whole.sum(), x), torch.autograd.grad(Model()(x).sum(), x))
+    with pytest.raises(tw.TilewiseError, match="run_decompositions"):
+        exported.run_decompositions().module()(x)
+
+
+MADE: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+    "document": (lambda ids: masks.document(ids) & masks.causal, torch.arange(128).view(2, 64) // 20),
+    "padding": (masks.padding, torch.tensor([60, 33])),
+    "prefix_lm": (masks.prefix_lm, torch.tensor([20, 7])),
+    "per_batch": (lambda which: masks.per_batch([masks.causal, masks.full], which), torch.tensor([0, 1])),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_masks_by_batch_element_with_any_batch_size(name: str) -> None:
+    make, given = MADE[name]
+
+    class Attend(torch.nn.Module):
+        def forward(self, x: Tensor, given: Tensor) -> Tensor:
+            return tw.attention(x, x, x, mask=make(given))
+
+    x, batch = torch.randn(2, 2, 64, 8), torch.export.Dim("batch", min=1, max=16)
+    loaded = torch.export.export(Attend(), (x, given), dynamic_shapes={"x": {0: batch}, "given": {0: batch}}).module()
+    for count in (1, 2, 5):
+        some = torch.randn(count, 2, 64, 8), given[torch.arange(count) % 2]
+        torch.testing.assert_close(loaded(*some), Attend()(*some))

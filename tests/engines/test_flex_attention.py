@@ -16,6 +16,7 @@ import tilewise as tw
 from tests.support.flex_problems import MASKS, SCORES, B, D, H, allowed_by, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
 from tilewise import flex as ours
 from tilewise import masks
+from tilewise.frontend import dispatch
 
 pytestmark = pytest.mark.usefixtures("torchs_flex_runs_eagerly", "seeded", "one_thread")
 
@@ -246,7 +247,8 @@ def test_kernel_options_are_said_once_to_have_no_effect(caplog: pytest.LogCaptur
     assert sum("kernel_options" in message for message in caplog.messages) == 1
 
 
-def test_the_backend_of_the_scope_is_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_backend_of_the_scope_is_used(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_logged", set())
     q, k, v = tensors(20)
     with caplog.at_level(logging.INFO, "tilewise"), tw.attention_backend("math"):
         ours.flex_attention(q, k, v, SCORES["times two"](20), causal_blocks(20))

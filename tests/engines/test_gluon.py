@@ -107,4 +107,4 @@ def test_every_engine_tells_the_tile_it_leaves_out() -> None:
     """Outside the interpreter, where the Triton engine looks its tiles up in a table."""
     for engine in ENGINES:
         tile = engine.tile(problem())
-        assert tile is None if engine.name in ("native", "reference") else all([side % 16 == 0 for side in tile or (1,)])
+        assert tile is None if engine.name in ("native", "fa2", "reference") else all([side % 16 == 0 for side in tile or (1,)])

@@ -154,3 +154,17 @@ def test_deterministic_follows_torchs_switch() -> None:
         assert not make_problem(q, q, q, None, None, Options(deterministic=False))[0].deterministic
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_training_step_saves_what_its_backward_reads(return_lse: bool) -> None:
+    query, key, value = torch.randn(3, 1, 2, 16, 8).requires_grad_().unbind()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        found = tw.attention(query, key, value, mask=masks.causal, backend="blocked", return_lse=return_lse)
+    out = found[0] if return_lse else found
+    assert [t.shape for t in saved] == [query.shape, key.shape, value.shape, out.shape, out.shape[:3]]
+    wanted = tw.attention(query, key, value, mask=masks.causal, backend="reference", return_lse=return_lse)
+    losses = [sum(t.square().sum() for t in (output if return_lse else (output,))) for output in (found, wanted)]
+    for one, other in zip(*[torch.autograd.grad(loss, (query, key, value)) for loss in losses], strict=True):
+        torch.testing.assert_close(one, other)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.engines.gpu.kernel_args import AlignedStrides, Schedule, Strides
-from tilewise.engines.gpu.launch import Launch, _read, flat, request_of, schedule_tensors
+from tilewise.engines.gpu.launch import Launch, _read, flat, request_of, static_tensors
 from tilewise.engines.gpu.limits import NO_TRITON
 
 ALIGNED = torch.empty(64)
@@ -55,10 +55,10 @@ def test_the_key_of_a_loaded_kernel_has_the_same_facts() -> None:
     assert key(ARGS, False) == key(moved, False) != key(ARGS._replace(n=1), False)
 
 
-def test_tensors_are_flattened_in_order_and_schedules_found() -> None:
+def test_tensors_are_flattened_in_order() -> None:
     assert [t is ALIGNED for t in flat({"tensors": TENSORS})] == [True, False, False, True]
-    assert [t is ALIGNED for t in schedule_tensors({"args": ARGS, "mask": ((UNALIGNED,),)})] == [True]
-    assert [t is ALIGNED for t in schedule_tensors({"tiles": (ALIGNED, None)})] == [True]
+    assert [t is ALIGNED for t in static_tensors({"args": ARGS, "mask": ((UNALIGNED,),)})] == [True, False]
+    assert [t is ALIGNED for t in static_tensors({"tiles": (ALIGNED, None), "n": 5, "scale": (0.5,)})] == [True]
 
 
 @pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))

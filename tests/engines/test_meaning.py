@@ -1,6 +1,6 @@
 """What attention means: every engine, over the same cases, held to the error rule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,36 +13,30 @@ from tests.support.error_rule import check
 from tilewise import masks, scores
 
 ENGINES = ("reference", "blocked", "cpp")
-TYPED = [pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}") for case in CASES for dtype in case.dtypes]
 
 engines = pytest.mark.parametrize("engine", ENGINES)
 
 
-@pytest.mark.parametrize("engine", ["reference", "blocked"])
-@pytest.mark.parametrize(("case", "dtype"), TYPED)
+def dtypes_of_cpp(k: int, case: Case) -> list[torch.dtype]:
+    """float32 and one other of the case's dtypes, the next one in turn: each program is compiled, which takes its time."""
+    others = [d for d in case.dtypes if d != torch.float32]
+    return [d for d in [torch.float32, *(others[k % len(others) :][:1] if others else [])] if d in case.dtypes]
+
+
+def every_engine() -> Iterator[Any]:
+    """Engine after engine for each case, so that they share its truth."""
+    for k, case in enumerate(CASES):
+        for dtype in case.dtypes:
+            serve = {"reference": True, "blocked": True, "cpp": dtype in dtypes_of_cpp(k, case), "native": case.native}
+            for engine in (name for name, does in serve.items() if does):
+                yield pytest.param(case, dtype, engine, id=f"{case}-{str(dtype).removeprefix('torch.')}-{engine}")
+
+
+@pytest.mark.parametrize(("case", "dtype", "engine"), [*every_engine()])
 def test_engine(case: Case, dtype: torch.dtype, engine: str) -> None:
-    check(case, engine, "cpu", dtype)
-
-
-def in_turn(cases: list[Case]) -> list[Any]:
-    """Every case in float32 and in one other of its dtypes, the next one in turn: each program is compiled, which takes its time."""
-    chosen = []
-    for k, case in enumerate(cases):
-        others = [d for d in case.dtypes if d != torch.float32]
-        chosen += [(case, d) for d in [torch.float32, *others[k % len(others) :][:1]] if d in case.dtypes] if others else [(case, torch.float32)]
-    return [pytest.param(case, dtype, id=f"{case}-{str(dtype).removeprefix('torch.')}") for case, dtype in chosen]
-
-
-@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES))
-def test_cpp(case: Case, dtype: torch.dtype) -> None:
-    if (case.name, dtype) == ("trigonometric", torch.float64):
+    if (case.name, dtype, engine) == ("trigonometric", torch.float64, "cpp"):
         pytest.skip("cos(kv * 0.1) is a float32 number, and the C library's cosine differs from torch's in its last bit")
-    check(case, "cpp", "cpu", dtype)
-
-
-@pytest.mark.parametrize(("case", "dtype"), [p for p in TYPED if p.values[0].native])
-def test_native(case: Case, dtype: torch.dtype) -> None:
-    check(case, "native", "cpu", dtype)
+    check(case, engine, "cpu", dtype)
 
 
 ROW = torch.tensor([3])

@@ -279,6 +279,12 @@ def test_equals_the_reference(shape: tuple[int, ...], window: Any, engine: str, 
     assert {o.shape for o in always} == {shape}
 
 
+@pytest.mark.parametrize("options", [{"dilation": 2}, {"stride": (2, 3)}, {"is_causal": (True, False)}], ids=str)
+def test_neighborhoods_as_natten_has_them(always: list[TokenPermutation], options: dict[str, Any]) -> None:
+    check(tensors(16 * 24), masks.neighborhood((16, 24), 5, **options), "cpp")
+    assert {o.shape for o in always} == {(16, 24)}
+
+
 COMBINED: dict[str, Callable[[Mask, Tensor], dict[str, Any]]] = {
     "causal": lambda near, ids: {"mask": near & masks.causal},
     "is_causal": lambda near, ids: {"mask": near, "is_causal": True},

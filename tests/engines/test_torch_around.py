@@ -1,25 +1,32 @@
 """What torch puts around a call: compile, autocast, checkpoint, threads, dispatch modes, inference, function transforms."""
 
 import shutil
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise import masks, scores
+from tilewise.core.map_cache import maps
 from tilewise.core.problem import Options, make_problem
 from tilewise.engines import ENGINES, arguments
 from tilewise.engines.blocked import BlockedEngine
 from tilewise.engines.cpp import CppEngine
 from tilewise.engines.reference import ReferenceEngine
+from tilewise.engines.torch_op import SCORE_CAPTURES, packed, unpacked
 
 LENGTH = 40
 DOCUMENTS = torch.arange(LENGTH) // 10
@@ -108,7 +115,7 @@ def test_compiled_by_inductor() -> None:
 
 
 def test_new_lengths_compile_once_more() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     table = torch.randn(2, 99)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +131,7 @@ def test_new_lengths_compile_once_more() -> None:
 
 
 def test_new_windows_compile_once_more() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     inputs = tensors()
 
     def function(reach: int) -> Tensor:
@@ -158,12 +165,10 @@ def test_the_scope_reaches_a_compiled_function(ran: list[str]) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tw.attention(q, k, v, mask=masks.sliding_window(5))
 
-    function(*inputs)
-    with tw.attention_backend("math"):
-        function(*inputs)
-    function(*inputs)
-    with tw.attention_backend("flex"):
-        function(*inputs)
+    for scope in (nullcontext(), tw.attention_backend("math"), nullcontext(), tw.attention_backend("flex")):
+        with scope:
+            function(*inputs)
+        maps.clear()  # and plans with them: one that is kept runs the forward by itself
     assert ran[0] == ran[2] and ran[1] == "reference" and ran[3] != "reference" and len(ran) == 4
 
 
@@ -365,17 +370,80 @@ def test_opcheck(name: str, engine: str) -> None:
     given = arguments(engine, problem)
     torch.library.opcheck(torch.ops.tilewise.attention.default, given)
 
-    detached = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, given)
-    out, lse, highest = torch.ops.tilewise.attention(*detached)
-    wanted = list(range(len(detached[11])))
+    detached = packed(torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, given))
+    torch.library.opcheck(torch.ops.tilewise.attention_forward.default, detached)
+    out, lse, highest = torch.ops.tilewise.attention_forward(*detached)
+    wanted = list(range(len(given[SCORE_CAPTURES])))
     for grad_lse in (None, torch.randn_like(lse)):
         torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (*detached, out, lse, highest, torch.randn_like(out), grad_lse, wanted))
 
 
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_packed_arguments_are_read_back(name: str) -> None:
+    leaves = [torch.randn(2, 9), torch.randn(2)]
+    problem, _ = make_problem(*(t.detach() for t in tensors(2, 2, 9, 4)), *PROBLEMS[name](leaves))
+    engine, found = unpacked(*packed(arguments("cpp", problem)))
+    assert engine.name == "cpp"
+    assert arguments("cpp", found)[14:] == arguments("cpp", problem)[14:]
+    for mine, other in zip(tree_leaves(arguments("cpp", found)), tree_leaves(arguments("cpp", problem)), strict=True):
+        assert mine is other if isinstance(other, Tensor) else mine == other
+
+
+@pytest.mark.parametrize("number", [0.1, -0.0, 5e-324, float("inf"), float("nan"), 1 / 3])
+def test_floats_keep_every_bit(number: float) -> None:
+    q, k, v = (t.detach() for t in tensors(1, 1, 4, 4))
+    problem, _ = make_problem(q, k, v, lambda b, h, i, j: i * number < j, lambda s, b, h, i, j: s * number, Options(scale=number if number == number else None))
+    _, found = unpacked(*packed(arguments("cpp", problem)))
+    for mine, other in ((found.mask, problem.mask), (found.score, problem.score)):
+        assert mine is not None and other is not None
+        assert struct.pack(f"{len(other.floats)}d", *mine.floats) == struct.pack(f"{len(other.floats)}d", *other.floats)
+        assert mine.program.text == other.program.text
+    assert struct.pack("d", found.scale) == struct.pack("d", problem.scale)
+
+
+def test_one_recipe_serves_other_tensors_and_integers() -> None:
+    """A recipe is read once: nothing of the first call may be in the second."""
+
+    def asked(length: int, fill: int) -> tuple[Any, ...]:
+        q, k, v = (t.detach() for t in tensors(1, 1, length, 4))
+        ids = torch.full((length,), fill)
+        return packed(arguments("blocked", make_problem(q, k, v, lambda b, h, i, j: (ids[i] == ids[j]) & (j < length), None, Options())[0]))
+
+    first, second = asked(4, 1), asked(6, 2)
+    assert first[4] == second[4]
+    unpacked(*first)
+    _, found = unpacked(*second)
+    assert found.mask is not None and found.mask.captures[0] is second[3][0] and list(found.mask.ints) == second[5] != first[5]
+    assert found.query is second[0]
+
+
+TAGGED = {"attention_forward": True, "attention_backward": True, "attention_forward_in_graphs": False, "attention_backward_in_graphs": False}
+
+
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch knows no such tag")
-def test_inductor_is_told_to_keep_the_operators_out_of_its_cuda_graphs() -> None:
-    for operator in (torch.ops.tilewise.attention, torch.ops.tilewise.attention_backward):
-        assert torch.Tag.cudagraph_unsafe in operator.default.tags
+@pytest.mark.parametrize("name", TAGGED)
+def test_inductor_is_told_which_operators_to_keep_out_of_its_cuda_graphs(name: str) -> None:
+    assert (torch.Tag.cudagraph_unsafe in getattr(torch.ops.tilewise, name).default.tags) == TAGGED[name]
+
+
+@pytest.mark.parametrize("name", ["plain", "map"])
+@pytest.mark.parametrize("can", [True, False])
+def test_graphs_hold_the_operators_that_the_engine_allows(can: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given tiles are never captured: to read them waits for the device."""
+    monkeypatch.setattr(BlockedEngine, "is_capturable", lambda self, problem: can)
+    mask = PROBLEMS[name]([])[0]
+    found: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if "attention" in str(node.target))
+        return graph
+
+    q, k, v = tensors(2, 2, 9, 4)
+    compiled = torch.compile(lambda q, k, v: tw.attention(q, k, v, mask=mask, backend="blocked"), backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    out = compiled(q, k, v)
+    assert_equal(torch.autograd.grad(out.sum(), q)[0], torch.autograd.grad(tw.attention(q, k, v, mask=mask, backend="blocked").sum(), q)[0])
+    ending = "_in_graphs.default" if can and name == "plain" else ".default"
+    assert found == [f"tilewise.attention_forward{ending}", f"tilewise.attention_backward{ending}"]
 
 
 # -- derivatives that there are not: none is silently wrong (test_transforms.py has those of torch.func) --------------------

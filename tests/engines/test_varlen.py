@@ -1,13 +1,18 @@
 """Packed sequences against a plain loop: one call of the reference per sequence."""
 
+import gc
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import tilewise as tw
 from tilewise import functional, masks, scores
+from tilewise.core.map_cache import maps
+from tilewise.frontend import packing
 
 LENGTHS = {
     "equal": ([40, 40, 40], None),
@@ -239,3 +244,160 @@ def test_tokens_must_have_three_dimensions() -> None:
     q = torch.randn(1, 2, 9, 8)
     with pytest.raises(tw.InputError, match=r"query must be \(tokens, heads, head dim\), got shape \(1, 2, 9, 8\)"):
         tw.varlen_attention(q, q, q, offsets([9]))
+
+
+# -- what is made once -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every set of index tensors, after everything was forgotten."""
+    found: list[int] = []
+    original = packing.sequence_and_position
+
+    def counted(offsets: Tensor, tokens: int) -> Any:
+        found.append(tokens)
+        return original(offsets, tokens)
+
+    monkeypatch.setattr(packing, "sequence_and_position", counted)
+    packing._known.clear()
+    maps.clear()
+    return found
+
+
+CALLS: dict[str, Any] = {
+    "alone": {},
+    "causal": {"is_causal": True},
+    "a mask": {"mask": masks.sliding_window(5)},
+    "a function": {"mask": lambda b, h, i, j: i - j < 4},
+    "a score": {"score": scores.softcap(2.0), "is_causal": True},
+}
+
+
+def in_turn(lengths: list[int], backend: str = "blocked", **options: Any) -> tuple[list[Tensor], Tensor]:
+    """Tokens, and what attention within each sequence gives them."""
+    q, k, v = (t.detach() for t in packed(lengths, lengths))
+    return [q, k, v], looped(q, k, v, lengths, lengths, **options)[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("engine", ["blocked", "cpp"])
+def test_layers_share_index_tensors_and_map(name: str, engine: str, made: list[int]) -> None:
+    lengths = [30, 70, 12]
+    tokens, wanted = in_turn(lengths, **CALLS[name])
+    cu, before = offsets(lengths), maps.built
+    for layer in range(4):
+        found = tw.varlen_attention(*[t.clone() for t in tokens], cu, backend=engine, **CALLS[name])
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+        assert (len(made), maps.built - before) == (1, 1), layer
+
+
+def test_another_layout_is_another_map(made: list[int]) -> None:
+    cu = offsets([30, 70, 12])
+    for lengths, change in (
+        ([30, 70, 12], lambda n: None),
+        ([50, 50, 12], lambda n: cu.copy_(offsets(n))),
+        ([20, 80, 12], lambda n: setattr(cu, "data", offsets(n))),
+        ([20, 80, 12], lambda n: setattr(cu, "data", offsets(n, torch.int64))),
+        ([100, 12], lambda n: setattr(cu, "data", offsets(n))),
+    ):
+        change(lengths)
+        tokens, wanted = in_turn(lengths, is_causal=True)
+        for _ in range(2):
+            torch.testing.assert_close(tw.varlen_attention(*tokens, cu, is_causal=True, backend="blocked"), wanted, rtol=1e-9, atol=1e-10)
+    assert len(made) == 5
+
+
+def test_other_options_with_the_same_offsets() -> None:
+    lengths = [30, 70, 12]
+    cu = offsets(lengths)
+    for options in (*CALLS.values(), *CALLS.values()):
+        tokens, wanted = in_turn(lengths, **options)
+        torch.testing.assert_close(tw.varlen_attention(*tokens, cu, backend="blocked", **options), wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_other_numbers_of_tokens_with_the_same_offsets() -> None:
+    """The tokens after the last sequence attend to nothing; a longer key with the query's offsets is no self-attention."""
+    lengths = [30, 12]
+    cu = offsets(lengths)
+    (q, k, v), wanted = in_turn(lengths, is_causal=True)
+    more = lambda t: torch.cat([t, torch.full_like(t[:8], torch.nan)])
+    for _ in range(2):
+        for given in ((q, k, v), (more(q), more(k), more(v)), (q, more(k), more(v)), (more(q), k, v)):
+            found = tw.varlen_attention(*given, cu, cu, is_causal=True, backend="blocked")
+            torch.testing.assert_close(found[:42], wanted, rtol=1e-9, atol=1e-10)
+            assert (found[42:] == 0).all()
+
+
+def test_wrong_offsets_are_told_every_time_and_after_right_ones() -> None:
+    (q, k, v), _ = in_turn([30, 12])
+    cu = offsets([30, 12])
+    tw.varlen_attention(q, k, v, cu, backend="blocked")
+    for wrong in ([0, 30, 20], [1, 30, 42], [0, 30, 43]):
+        cu.copy_(torch.tensor(wrong))
+        for _ in range(2):
+            with pytest.raises(tw.InputError, match=r"cu_seqlens_q must start at 0, never decrease and end at most at the 42 tokens given, got \["):
+                tw.varlen_attention(q, k, v, cu, backend="blocked")
+    good = offsets([30, 12])
+    tw.varlen_attention(q, k, v, good, good, backend="blocked")
+    with pytest.raises(tw.InputError, match="cu_seqlens_k must start at 0"):
+        tw.varlen_attention(q, k[:40], v[:40], good, good, backend="blocked")
+
+
+def test_what_is_made_for_sizes_is_checked_with_every_mask() -> None:
+    (q, k, v), _ = in_turn([30, 12])
+    cu = offsets([30, 12])
+    for _ in range(2):
+        tw.varlen_attention(q, k, v, cu, score=scores.bias(torch.zeros(30, 30)), backend="blocked")
+        with pytest.raises(tw.InputError, match="sequences of up to 20 queries, the longest here has 30"):
+            tw.varlen_attention(q, k, v, cu, score=scores.bias(torch.zeros(20, 30)), backend="blocked")
+    cu.copy_(offsets([42, 0]))
+    with pytest.raises(tw.InputError, match="sequences of up to 30 queries, the longest here has 42"):
+        tw.varlen_attention(q, k, v, cu, score=scores.bias(torch.zeros(30, 30)), backend="blocked")
+
+
+def test_offsets_are_not_kept_alive(made: list[int]) -> None:
+    (q, k, v), _ = in_turn([30, 12])
+    for step in range(6):
+        cu = offsets([30 - step, 12 + step])
+        tw.varlen_attention(q, k, v, cu, backend="blocked")
+        held = weakref.ref(cu)
+        del cu
+        gc.collect()
+        assert held() is None
+    assert len(packing._known) <= 1 and len(made) == 6
+
+
+def test_layers_share_a_map_in_inference_mode(made: list[int]) -> None:
+    tokens, wanted = in_turn([30, 12])
+    cu, before = offsets([30, 12]), maps.built
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(tw.varlen_attention(*tokens, cu, backend="blocked"), wanted, rtol=1e-9, atol=1e-10)
+        assert (len(made), maps.built - before) == (1, 1)
+        inner = offsets([20, 22])  # has no version: it is looked at every time
+        for lengths in ([20, 22], [10, 32]):
+            inner.copy_(offsets(lengths))
+            tokens, wanted = in_turn(lengths)
+            torch.testing.assert_close(tw.varlen_attention(*tokens, inner, backend="blocked"), wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_nested_layers_share_a_map(made: list[int]) -> None:
+    _, q = nested([30, 12], "bshd")
+    before = maps.built
+    for _ in range(3):
+        q = tw.attention(q, q, q, layout="bshd", is_causal=True, backend="blocked")
+    assert maps.built - before == 1 and len(made) == 1
+
+
+def test_offsets_changed_past_the_version_counter() -> None:
+    """As numpy and collectives of torch.distributed do."""
+    memory = np.array([0, 10, 32], dtype=np.int32)
+    given = torch.from_numpy(memory)
+    x = torch.randn(32, 2, 8)
+    for first in (10, 25):
+        memory[1] = first
+        assert torch.equal(tw.varlen_attention(x, x, x, given), tw.varlen_attention(x, x, x, given.clone()))
+    memory[1] = 40
+    with pytest.raises(tw.TilewiseError, match="never decrease"):
+        tw.varlen_attention(x, x, x, given)

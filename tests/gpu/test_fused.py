@@ -9,8 +9,9 @@ import torch
 
 import tilewise as tw
 from tilewise import masks, scores
-from tilewise.engines.gpu import bwd_chunks
+from tilewise.engines.gpu import bwd_chunks, structure
 from tilewise.engines.gpu.kernel_cache import Counts
+from tilewise.frontend import call_cache
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 fused = pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU"))])
@@ -291,12 +292,14 @@ def test_hopper_gradients_in_parts_are_those_of_the_whole(batch: int, kv_heads: 
 
     wanted = gradients()
     monkeypatch.setattr(bwd_chunks, "MAX_SUMS_BYTES", batch * 2 * kv_heads * 384 * 64 * 4 // count)
+    monkeypatch.setattr(structure, "_prepared", {})
+    call_cache.forget()
     parts: list[Any] = []
-    one = run.run_backward
-    monkeypatch.setattr(run, "run_backward", lambda p, *rest: (parts.append(p), one(p, *rest)))
+    all_chunks = run.Backward._chunks
+    monkeypatch.setattr(run.Backward, "_chunks", lambda self, *given: [parts.append(chunk) or chunk for chunk in all_chunks(self, *given)])
     for a, b in zip(gradients(), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
-    assert len(parts) == count
+    assert len(parts) == 2 * count  # to prepare the launches, and to run them
 
 
 @pytest.mark.parametrize("dim", [16, 48, 64, 128])

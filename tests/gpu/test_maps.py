@@ -6,13 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tests.support.looked_maps import looked_map, problem
-from tests.support.operations import Operations
+from tests.support.looked_maps import looked_map
 from tests.tiles.test_build import BATCH, CASES, HEADS
 from tests.tiles.test_properties import Expression, integer_masks
 from tilewise import masks
-from tilewise.engines.gpu.tile_classifier import kernel_map
-from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.tiles import build
 
 WAYS = {"every tile": build.SEEN_WHOLE, "those that bounds leave open": 0}
@@ -37,30 +34,6 @@ def test_maps_are_those_of_the_cpu(name: str, way: str, monkeypatch: pytest.Monk
 @given(integer_masks, st.tuples(st.integers(1, 300), st.integers(1, 300)), st.sampled_from([(128, 128), (64, 64), (32, 128), (16, 16), (13, 70)]))
 def test_maps_of_random_masks_are_those_of_the_cpu(mask: Expression, lengths: tuple[int, int], tile: tuple[int, int]) -> None:
     check_against_the_cpu(mask, 2, 2, lengths, tile)
-
-
-def documents(length: int, count: int, seed: int) -> torch.Tensor:
-    cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: count - 1] + 1
-    return torch.searchsorted(cuts.sort().values, torch.arange(length), right=True).cuda()
-
-
-@pytest.mark.parametrize("length", [16384, 16000])
-def test_a_new_layout_of_documents_takes_few_operations(length: int) -> None:
-    def layout(seed: int) -> object:
-        ids = documents(length, 20, seed)
-        return problem(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), 1, 16, length, length, "cuda")
-
-    tile = (64, 64)
-    query_schedule(layout(0), tile)  # the kernel is there
-    fresh = layout(1)
-    with Operations() as made:
-        found = kernel_map(fresh, tile)
-    assert found is not None and found.partial_tiles > 0 and found.full_tiles > 0
-    assert made.seen.total() <= 40, made.seen
-    with Operations() as walked:
-        query_schedule(fresh, tile)
-        key_schedule(fresh, tile)
-    assert walked.seen.total() <= 160, walked.seen
 
 
 def test_a_long_causal_map() -> None:

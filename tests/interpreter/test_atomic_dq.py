@@ -9,6 +9,7 @@ import tilewise as tw
 from tilewise import masks, scores
 from tilewise.core.problem import Options, make_problem
 from tilewise.engines.gpu import bwd_chunks
+from tilewise.engines.gpu.workspace import Workspace
 from tilewise.engines.registry import engine_named
 from tilewise.engines.triton import run
 from tilewise.tiles import Geometry
@@ -77,6 +78,14 @@ def test_scores_far_below_0_need_no_care_though_keys_past_the_end_would_weigh_mo
     for found, right in zip(gradients([query, key, value], "triton"), wanted, strict=True):
         torch.testing.assert_close(found.float(), right.float(), rtol=2e-2, atol=2e-2)
     assert recomputed.calls == 0
+
+
+def test_sums_begin_at_zero_whatever_was_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = tensors(1, 2, 70, 48)
+    wanted = gradients(inputs, "triton", mask=masks.causal)
+    monkeypatch.setattr(Workspace, "allocate", lambda self: torch.full_like(self._like, 255))  # NaN, in every float
+    for found, whole in zip(gradients(inputs, "triton", mask=masks.causal), wanted, strict=True):
+        assert torch.equal(found, whole)
 
 
 def test_masked_nan_stays_where_it_is_by_care(recomputed: Counted) -> None:

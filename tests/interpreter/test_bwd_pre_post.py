@@ -21,7 +21,7 @@ def strides(t: torch.Tensor) -> Strides:
 
 
 def constants(m: int, n: int, dim: int) -> AttentionConstants:
-    flags = {"mapped": False, "given": False, "dropout": False, "sinks": False, "upcast": False}
+    flags = {"mapped": False, "given": False, "dropout": False, "placed": False, "sinks": False, "upcast": False}
     return AttentionConstants(m, n, dim, dim, dim, dim, **flags, precision="ieee", stages=1, masked_stages=1)
 
 

@@ -15,13 +15,13 @@ from tests.tiles.test_properties import Expression, random_masks
 from tilewise.tiles import Geometry, TileMap, build
 from tilewise.tiles.runs import from_dense
 
-WAYS = {"every tile": build.SEEN_WHOLE, "those that bounds leave open": 0}  # mask elements of which every tile is looked into
+WAYS = {"every tile": build.SEEN_WHOLE_ON_CPU, "those that bounds leave open": 0}  # mask elements of which every tile is looked into
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_map_is_exact(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "SEEN_WHOLE", WAYS[way])
+    monkeypatch.setattr(build, "SEEN_WHOLE_ON_CPU", WAYS[way])
     for (q_len, kv_len), tile in (((97, 130), (32, 64)), ((65, 63), (48, 80)), ((1, 70), (16, 16))):
         mask = CASES[name].function(q_len, kv_len)
         found = looked_map(mask, BATCH, HEADS, (q_len, kv_len), tile, "cpu")

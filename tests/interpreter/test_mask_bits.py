@@ -23,18 +23,19 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_bits_are_what_the_mask_allows(name: str, columns: int, by_keys: bool, transposed: bool) -> None:
     from tilewise.engines.gluon.tile_schedule import MapAxis, bits_launch
-    from tilewise.engines.gpu.launch import prepare
+    from tilewise.engines.gpu.launch import flat, prepare
 
     query, key = torch.empty(2, 2, 200, 64, dtype=torch.bfloat16), torch.empty(2, 2, 230, 64, dtype=torch.bfloat16)
     p = make_problem(query, key, key, MASKS[name], None, Options())[0]
     axis = MapAxis(64, columns, by_keys, transposed)
     tiles = axis.schedule(p)
-    _, offsets, start, count = tiles.tensors
-    rows = (len(offsets) - 1) // 3
-    masked = [sum(count[offsets[3 * r + 1] : offsets[3 * r + 3]].tolist()) for r in range(rows)]
+    _, offsets, start, stop = tiles.tensors
+    rows = len(offsets) // 4
+    masked = [sum((stop - start)[offsets[4 * r + 1] : offsets[4 * r + 3]].tolist()) for r in range(rows)]
     first = torch.tensor([sum(masked[:r]) for r in range(rows)], dtype=torch.int32)
     bits = torch.zeros((sum(masked) + 1, axis.bits_shape[0], 4), dtype=torch.int32)
-    prepare(bits_launch(p, axis, bits, tiles, first), p.device).launch([bits])
+    launch = bits_launch(p, axis, bits, tiles, first)
+    prepare(launch, p.device).launch(flat(launch.tensors))
 
     b, h, q, kv = torch.meshgrid(torch.arange(2), torch.arange(2), torch.arange(200), torch.arange(230), indexing="ij")
     allowed = MASKS[name](b, h, q, kv)
@@ -45,8 +46,8 @@ def test_bits_are_what_the_mask_allows(name: str, columns: int, by_keys: bool, t
         i_bh, i_tile = r // tiles.count, r % tiles.count
         i_b, i_h = (i_bh // 2, i_bh % 2) if rows > tiles.count else (0, 0)
         at = int(first[r])
-        for run in range(int(offsets[3 * r + 1]), int(offsets[3 * r + 3])):
-            for column in range(int(start[run]), int(start[run] + count[run])):
+        for run in range(int(offsets[4 * r + 1]), int(offsets[4 * r + 3])):
+            for column in range(int(start[run]), int(stop[run])):
                 wanted = allowed[i_b, i_h, i_tile * 64 : i_tile * 64 + 64, column * columns : (column + 1) * columns]
                 found = unpacked(bits[at], columns)
                 assert torch.equal(found.T if transposed else found, wanted)

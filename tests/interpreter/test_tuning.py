@@ -12,7 +12,7 @@ import torch
 import tilewise as tw
 from tilewise import masks
 from tilewise.core import store
-from tilewise.engines.gpu import tuning
+from tilewise.engines.gpu import structure, tuning
 from tilewise.engines.gpu.config import Config
 from tilewise.engines.triton import fitting, launches
 from tilewise.engines.triton.config import BWD, INTERPRETER, is_miscompiled
@@ -66,6 +66,7 @@ def test_the_winner_is_kept_and_used_by_every_process(tried: list[tuple[Config, 
 
     monkeypatch.setattr(tuning, "_found", {})  # as a new process has it
     monkeypatch.setattr(fitting, "_fitting", {})
+    monkeypatch.setattr(structure, "_prepared", {})
     both_passes()
     assert len(tried) == count and sorted(c.n for configs in fitting._fitting.values() for c in configs) == [16, 16, 32]
 
@@ -85,7 +86,15 @@ def test_what_cannot_run_is_no_candidate() -> None:
 
     winner = tuning.quickest(("fwd",), (INTERPRETER,), None, time)
     assert winner == (INTERPRETER._replace(m=16),)
-    assert tuning.quickest(("fwd",), (INTERPRETER,), None, lambda c: 1 / 0) == (INTERPRETER,)
+    with pytest.raises(tuning.NoCandidate, match="no configuration of fwd could run"):
+        tuning.quickest(("fwd",), (INTERPRETER,), None, lambda c: 1 / 0)
+
+
+def test_where_nothing_could_run_the_table_is_used_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_found", {})
+    with tw.autotuned():
+        assert tuning.best("a kind", ("fwd",), (INTERPRETER,), None, lambda c: 1 / 0) == (INTERPRETER,)
+    assert not tuning._found and not store.entries()
 
 
 def test_candidates_differ_in_one_number_and_share_their_warps() -> None:

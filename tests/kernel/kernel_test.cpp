@@ -154,11 +154,36 @@ static void check(const Shape& s, Way way) {
     delete[] want_dk, delete[] want_dv, delete[] w, delete[] dw;
 }
 
+// The states of a causal mask's tiles, and of some of them in another order.
+static bool classifies(const Shape& s) {
+    const i64 tiles = (s.n_q + LANES - 1) / LANES, key_tiles = (s.n_kv + KEYS - 1) / KEYS, count = s.batch * s.heads * tiles * key_tiles;
+    i64* numbers = new i64[count];
+    uint8_t* states = new uint8_t[count];
+    for (i64 n = 0; n < count; n++) numbers[n] = count - 1 - n;
+    Program mask{};
+    mask.by_query = (void*)causal;
+    const Classify c{tilewise_run, s.threads, mask, s.heads, tiles, key_tiles, s.n_q, s.n_kv, numbers, states, count};
+    tilewise_classify(&c);
+    bool right = true;
+    for (i64 n = 0; n < count; n++) {
+        const i64 q0 = numbers[n] / key_tiles % tiles * LANES, kv0 = numbers[n] % key_tiles * KEYS;
+        const i64 q_last = at_most(q0 + LANES, s.n_q) - 1, kv_last = at_most(kv0 + KEYS, s.n_kv) - 1;
+        right &= states[n] == (q_last < kv0 ? EMPTY : q0 >= kv_last ? FULL : PARTIAL);
+    }
+    delete[] numbers, delete[] states;
+    return right;
+}
+
 int main() {
     const Shape shapes[] = {{1, 1, 1, 1, 1, 1, 1, false, 1},      {2, 2, 1, 5, 70, 8, 24, false, 3},     {1, 2, 2, 65, 64, 16, 16, true, 2},
                             {1, 4, 2, 130, 129, 40, 17, true, 4}, {1, 1, 1, 200, 300, 64, 64, false, 3}, {2, 3, 1, 64, 191, 33, 5, true, 2}};
     const double allowed = sizeof(ELEMENT) == 2 ? 0.02 : sizeof(ELEMENT) == 4 ? 1e-5 : 1e-12;
     int wrong = 0;
+    for (const Shape& s : {shapes[0], shapes[3], Shape{2, 3, 1, 200, 300, 8, 8, true, 3}}) {
+        if (classifies(s)) continue;
+        wrong = 1;
+        printf("WRONG states of tiles, n_q %ld n_kv %ld\n", (long)s.n_q, (long)s.n_kv);
+    }
     for (const Shape& s : shapes)
         for (Way way : {ROWS, PANELS, DECODING}) {
             check(s, way);

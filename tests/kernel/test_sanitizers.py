@@ -12,7 +12,7 @@ from tilewise.engines.cpp import compiler, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-FLAGS = ("-O1", "-g", "-fno-sanitize-recover=all")
+FLAGS = ("-O1", "-g1", "-fno-sanitize-recover=all")  # -g1: lines, for reports
 TRACED = {"address,undefined": ("float", "bfloat", "half", "double"), "thread": ("float",)}
 
 

@@ -1,6 +1,7 @@
 """The kernel store under faults: rows 21 to 25 of the list of faults a cache must survive, with real processes and files."""
 
 import logging
+import multiprocessing
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,20 +19,6 @@ from tilewise.core import folders, store
 
 KEY = "ab" * 32
 PARTS = {"facts": b"{}", "cubin": bytes(range(256)) * 40}
-
-# Builds the same entry, slowly, and says whether it had to.
-BUILDER = """
-import sys, time
-from tilewise.core import folders, store
-key, parts = sys.argv[1], {"facts": b"{}", "cubin": bytes(range(256)) * 40}
-with store.building(key):
-    if store.read(key) is None:
-        print("building", flush=True)
-        time.sleep(float(sys.argv[2]))
-        store.write(key, parts)
-assert store.read(key) == parts
-print("read", flush=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +30,35 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def builder(seconds: float) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", BUILDER, KEY, str(seconds)], stdout=subprocess.PIPE, text=True)
+def build(seconds: float, told: Connection) -> None:
+    """Builds the same entry, slowly, and says whether it had to."""
+    with store.building(KEY):
+        if store.read(KEY) is None:
+            told.send("building")
+            time.sleep(seconds)
+            store.write(KEY, PARTS)
+    told.send("read" if store.read(KEY) == PARTS else "not read")
+
+
+class Builder:
+    """A process that builds. It is a fork, so that it does not import torch first, and all of them begin at the same time."""
+
+    def __init__(self, seconds: float) -> None:
+        context = multiprocessing.get_context("fork")
+        self.told, told = context.Pipe(duplex=False)
+        self.process = context.Process(target=build, args=(seconds, told), daemon=True)
+        self.process.start()
+        told.close()  # the child's alone
+
+    def said(self) -> list[str]:
+        """All that it says, until it ends."""
+        lines: list[str] = []
+        try:
+            while self.told.poll(60):
+                lines.append(self.told.recv())
+        except EOFError:
+            self.process.join()
+        return lines
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
@@ -57,21 +72,20 @@ def test_what_is_written_is_read(folder: Path) -> None:
 
 def test_eight_cold_processes_build_once() -> None:
     """Row 22."""
-    processes = [builder(0.5) for _ in range(8)]
-    outputs = [p.communicate(timeout=240)[0] for p in processes]
-    assert all(p.returncode == 0 for p in processes)
-    assert sum("building" in o for o in outputs) == 1
+    builders = [Builder(0.5) for _ in range(8)]
+    assert sorted(b.said() for b in builders) == [["building", "read"], *[["read"]] * 7]
+    assert all(b.process.exitcode == 0 for b in builders)
 
 
 def test_a_killed_builder_does_not_block_the_others() -> None:
     """Row 23: the lock dies with its holder."""
-    first = builder(60)
-    assert first.stdout is not None and first.stdout.readline() == "building\n"
-    second = builder(0)
-    time.sleep(0.3)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    assert "read" in second.communicate(timeout=30)[0]
+    first = Builder(60)
+    assert first.told.recv() == "building"
+    second = Builder(0)
+    assert not second.told.poll(0.3)
+    first.process.kill()
+    first.process.join()
+    assert second.said() == ["building", "read"]
 
 
 @pytest.mark.parametrize(

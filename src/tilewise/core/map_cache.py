@@ -2,10 +2,14 @@
 
 A map depends on its mask's program and numbers, on the sizes of the problem, and on the contents of the tensors its mask captures.
 `contents_key` stands for the last: a tensor changed in place or replaced gives another key, and an unchanged one is never looked at again.
+Small tensors on a CPU are known by what they hold instead (`values_key`): a model that makes the same mask anew in every step, or layer, has one map.
 """
 
+import ctypes
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,11 +20,13 @@ from tilewise.core.problem import Problem
 from tilewise.core.weak_cache import WeakCache
 from tilewise.errors import MisuseError
 from tilewise.lang import BoundProgram
+from tilewise.memory import can_be_looked_at, resolved
 from tilewise.tiles import Geometry, Look, Runs, TileMap, from_call
 
 Value = TypeVar("Value")
 MAX_MAPS = 64
 MAX_BYTES = 2**30
+MAX_VALUE_BYTES = 2**14  # of tensors that are known by their values: comparing these takes microseconds, reading a mask or making a map a hundred times as long
 
 
 def exact(floats: tuple[float, ...]) -> tuple[float | str, ...]:
@@ -37,12 +43,42 @@ def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     torch.distributed) is not seen: docs/masks.md.
     Ids get reused: caches that outlive the tensors check identity too (weak_cache.py).
 
+    In compiled code a tensor may be the buffer of one value after the other, which nothing of that shows: there, values have names, too (`naming`).
+
     Inference tensors have no version. A Parameter may be given another one's version with its memory by torch.utils.swap_tensors, which `Module.to` and
     `load_state_dict` use if they are told to, and which refuses tensors that are weakly referenced: so Parameters have no key, either.
     """
     if any([type(t) is Parameter or t.is_inference() for t in tensors]):
         return None
-    return tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), weakref.ref(t.untyped_storage())) for t in tensors])
+    known = tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), weakref.ref(t.untyped_storage())) for t in tensors])
+    names = getattr(_running, "names", ())
+    return (*known, names) if names and known else known
+
+
+_running = threading.local()
+
+
+@contextmanager
+def naming(names: Sequence[int]) -> Iterator[None]:
+    """While an operator of a compiled graph runs: which values of that graph its tensors hold. Two with one name are the same in a run of the graph."""
+    _running.names = tuple(names)
+    try:
+        yield
+    finally:
+        _running.names = ()
+
+
+def values_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    """All that small tensors on a CPU hold, so that equal ones are the same, whoever made them; None for others. It depends on no object and no address."""
+    if sum([t.nbytes for t in tensors]) > MAX_VALUE_BYTES or not all([t.is_cpu and can_be_looked_at(t) for t in tensors]):
+        return None
+    return tuple([(_bytes_of(t), t.dtype, t.shape) for t in tensors])
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    """The elements in order."""
+    dense = resolved(tensor.contiguous())
+    return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 
 class _Kept(NamedTuple):
@@ -64,11 +100,12 @@ class MapCache:
         self.on_clear: list[Callable[[], None]] = []  # called when everything is forgotten: others remember what was made for maps
 
     def get(self, call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None = None) -> TileMap:
-        contents = contents_key(call.captures)
+        values = values_key(call.captures)
+        contents = contents_key(call.captures) if values is None else values
         if contents is None:
             return self._build(call, geometry, device, look)
         key = (call.program.text, call.ints, exact(call.floats), contents, geometry, device)
-        return self._get(key, call.captures, call, False, lambda: self._build(call, geometry, device, look))
+        return self._get(key, call.captures if values is None else (), call, False, lambda: self._build(call, geometry, device, look))
 
     def cut(self, given: TileMap, tile: tuple[int, int]) -> TileMap:
         """A map given as bare tiles, cut smaller; known by the tensors it is made of."""

@@ -20,6 +20,7 @@ from tilewise.core.output import Output
 class Plan:
     """What one engine has prepared for calls that are alike. Engines that prepare nothing use this one."""
 
-    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
-        """The forward of a call like an earlier one, from its tensors alone (`mask_sources` as Problem has them); None where the engine has to run."""
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...], needs_lse: bool = True) -> Output | None:
+        """The forward of a call like an earlier one, from its tensors alone (`mask_sources` as Problem has them); None where the engine has to run. lse and
+        max_score may be empty where they are not needed."""
         return None

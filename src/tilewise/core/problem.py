@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.places import Places
 from tilewise.errors import InputError
 from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, broadcast_load, causal
 from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named
-from tilewise.scores import ScoreFunction, Sinks, as_scores
+from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
 from tilewise.sizes import equal
 from tilewise.tiles import Extent, TileMap, read_mask
@@ -25,6 +26,7 @@ LARGEST_HEAD_DIM = 512
 
 # Where batch, heads, sequence and head dim lie in each layout.
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "hbsd": (1, 0, 2, 3), "sbhd": (1, 2, 0, 3)}
+_BACK = {layout: tuple([places.index(d) for d in range(4)]) for layout, places in LAYOUTS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,8 @@ class Problem:
     deterministic: bool
     dense_mask: Tensor | None = None  # a mask tensor for engines with takes_dense_mask, unchanged: it is not traced, and no part of `mask`
     grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
+    places: Places | None = None  # of this part in a larger problem, by which dropout is drawn; None: it is the whole
+    partial: bool = False  # the output is one part of a row's, to be merged with others by lse; a backward is given the whole row's out and lse
 
     def replaced(self, **fields: Any) -> "Problem":
         """The same problem but for these fields. `dataclasses.replace` takes several times as long."""
@@ -103,6 +107,16 @@ class Problem:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
+    def result_dtype(self) -> torch.dtype:
+        """Of the output and the gradients of query, key and value. Parts of them are not rounded before they are added up."""
+        return self.inner_dtype if self.partial else self.dtype
+
+    @property
+    def dropout_places(self) -> Places | None:
+        """Without dropout, places do not matter."""
+        return None if self.places is None or self.dropout_p == 0 else self.places
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Those a gradient can be asked for."""
         captures = () if self.score is None else self.score.captures
@@ -158,7 +172,15 @@ class Options(NamedTuple):
 
     def of_plain_values(self) -> "Options":
         """The same with numbers and truth values of Python's own: they are part of a key, and a tensor or an array may change. Symbols stay."""
-        plain = self
+        scale, dropout_p, is_causal, enable_gqa, deterministic, _ = plain = self
+        if (
+            not torch.compiler.is_compiling()
+            and (scale is None or type(scale) is float)
+            and type(dropout_p) in (float, int)
+            and type(is_causal) is type(enable_gqa) is bool
+            and (deterministic is None or type(deterministic) is bool)
+        ):
+            return self  # as almost every call's
         if plain.scale is not None and type(plain.scale) is not float:
             plain = plain._replace(scale=check_scale(plain.scale))
         if torch.compiler.is_compiling():
@@ -199,14 +221,14 @@ def make_problem(
     sinks = [s.logits for s in scores if isinstance(s, Sinks)]
     functions = tuple([s for s in scores if not isinstance(s, Sinks)])
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
-    program = trace_score(functions, inner, query.device) if functions else None
+    program = traced_scores(functions, inner, query.device)
     problem = Problem(
         query=query,
         key=key,
         value=value,
-        mask=_in_memory(call, query.device),
+        mask=in_memory(call, query.device),
         tiles=_same_device(reading.tiles, query.device),
-        score=_in_memory(program, query.device),
+        score=in_memory(program, query.device),
         sinks=check_sinks(sinks, query),
         scale=default_scale(query.shape[3]) if options.scale is None else check_scale(options.scale),
         dropout_p=check_dropout(options.dropout_p),
@@ -238,7 +260,7 @@ def to_bhsd(tensor: Tensor, layout: str, heads: int | None, name: str) -> Tensor
         raise InputError(f"{name} must have 4 dimensions (layout {layout!r}), or 3 with heads=, got shape {tuple(tensor.shape)}")
     if heads is not None:
         raise InputError(f"heads= is for 3-D tensors (batch, sequence, heads * head dim); {name} has shape {tuple(tensor.shape)}")
-    return tensor.permute(LAYOUTS[layout])
+    return tensor.permute(*LAYOUTS[layout])  # quicker than a tuple
 
 
 def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
@@ -247,8 +269,7 @@ def from_bhsd(tensor: Tensor, layout: str, flat: bool) -> Tensor:
         return tensor.transpose(1, 2).flatten(2)
     if layout == "bhsd":
         return tensor
-    places = LAYOUTS[layout]
-    return tensor.permute([places.index(d) for d in range(4)])
+    return tensor.permute(*_BACK[layout])
 
 
 def kv_heads_of(query: Tensor, key: Tensor, heads: int | None) -> int | None:
@@ -345,7 +366,13 @@ def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, na
     return trace_mask(lambda b, h, q, kv: allowed(b, h, q, kv) & (q >= kv), device), f"{name} & causal"
 
 
-def _in_memory(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:
+def traced_scores(functions: tuple[ScoreFunction, ...], dtype: torch.dtype, device: torch.device) -> BoundProgram | None:
+    if len(functions) == 1 and type(functions[0]) is Score:
+        return functions[0].traced(dtype, device)
+    return trace_score(functions, dtype, device) if functions else None
+
+
+def in_memory(call: BoundProgram | None, device: torch.device) -> BoundProgram | None:
     """Captured tensors follow the query to its device, and are resolved there."""
     if call is None or not call.captures:
         return call

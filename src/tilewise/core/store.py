@@ -217,10 +217,12 @@ def clear() -> int:
 
 def damaged() -> list[Path]:
     """Entries that do not match their checksums."""
-    bad = []
-    for path in entries():
-        try:
-            unpack(path.read_bytes())
-        except (OSError, ValueError):
-            bad.append(path)
-    return bad
+    return [path for path in entries() if is_damaged(path)]
+
+
+def is_damaged(path: Path) -> bool:
+    try:
+        unpack(path.read_bytes())
+    except (OSError, ValueError):
+        return True
+    return False

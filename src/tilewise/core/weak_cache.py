@@ -32,8 +32,11 @@ class WeakCache(Generic[Value]):
     def find(self, key: Any, objects: Sequence[Any]) -> Value | None:
         """The value of this key, if it was made from these very objects: ids get reused, so identity is checked."""
         entry = self._entries.get(key)
-        if entry is None or not all([ref() is thing for ref, thing in zip(entry.objects, objects, strict=True)]):
+        if entry is None:
             return None
+        for n, ref in enumerate(entry.objects):  # every call comes here, and zip takes longer
+            if ref() is not objects[n]:
+                return None
         if 2 * len(self._entries) > self._most:  # only then the order matters
             try:  # noqa: SIM105  (every call comes here, and this costs nothing)
                 self._entries.move_to_end(key)

@@ -1,16 +1,19 @@
 """What an engine is: it refuses with a reason, or computes the forward and the backward of a problem."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import Parameter
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
+
+ALIGNED_FLOATS = 64  # where parts of one piece of memory begin: 256 bytes
 
 
 class Request(NamedTuple):
@@ -28,7 +31,7 @@ class Engine(ABC):
     serves: ClassVar[Mapping[str, int]] = {}  # the intents ("auto", "flex", ...) it may be chosen for, and its place in the order in which engines are asked
     is_fused: ClassVar[bool] = True  # masked NaN stays out, and on a CPU it is at least as fast as torch's SDPA: native defers to it
     takes_dense_mask: ClassVar[bool] = False  # Problem.dense_mask
-    looks_at_contents: ClassVar[bool] = False  # it may serve a masked problem because of what the tensors hold: then the choice is not remembered
+    looks_at_contents: ClassVar[bool] = False  # unless named, it may serve a masked problem because of what the tensors hold: the choice is not remembered
     is_torch_function: ClassVar[bool] = False  # forward() is made of torch's own operations: autograd and torch.compile see through it, backward() is theirs
     min_keys_spared: ClassVar[int] = 256  # keys that a query must be spared to pay for permuted copies of query, key, value and output: measured on a CPU
 
@@ -60,6 +63,14 @@ class Engine(ABC):
         """What it keeps for calls like this one."""
         return Plan()
 
+    def is_capturable(self, problem: Problem) -> bool:
+        """Whether inductor may capture a call like this one in its CUDA graphs, whose replays then follow what tensors contain; then `run_in_graphs` is how."""
+        return False
+
+    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
+        """A call of the operator that inductor may put into its CUDA graphs: with a plan of its own, or None for any that is kept."""
+        return call(None)
+
     @abstractmethod
     def forward(self, problem: Problem, plan: Plan) -> Output: ...
 
@@ -73,17 +84,18 @@ def scalar_seed(problem: Problem) -> int:
     return int(problem.seed)
 
 
-def like_query(query: Tensor, v_dim: int) -> Tensor:
-    """An empty (B, H, Sq, Dv) output whose dimensions lie in memory in the query's order, but for the last: as in torch, its stride is always 1."""
+def like_query(query: Tensor, v_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty (B, H, Sq, Dv) output whose dimensions lie in memory in the query's order, but for the last: as in torch, its stride is always 1. In the query's
+    dtype unless another is given."""
     contiguous = query.is_contiguous()
     if contiguous and query.shape[3] == v_dim:
-        return torch.empty_like(query)  # the quickest way
+        return torch.empty_like(query, dtype=dtype)  # the quickest way
     shape = (*query.shape[:3], v_dim)
     if contiguous:
-        return query.new_empty(shape)
+        return query.new_empty(shape, dtype=dtype)
     strides = query.stride()
     order = [*sorted(range(3), key=lambda d: (-strides[d], d)), 3]
-    out = query.new_empty([shape[d] for d in order])
+    out = query.new_empty([shape[d] for d in order], dtype=dtype)
     return out.permute([order.index(d) for d in range(4)])
 
 
@@ -94,28 +106,51 @@ def attend_nothing(problem: Problem) -> Output:
     max_score = lse.clone()
     if p.sinks is not None:
         lse = p.sinks.to(p.inner_dtype).view(1, -1, 1).expand_as(lse).contiguous()
-    return Output(like_query(p.query, p.v_dim).zero_(), lse, max_score)
+    return Output(like_query(p.query, p.v_dim, p.result_dtype).zero_(), lse, max_score)
+
+
+NOTHING = torch.empty(0, device="cpu"), torch.empty(0, device="cpu")  # lse and max_score where there are none
 
 
 class EmptyOutputs:
-    """Makes empty outputs for queries that are laid out like the first: the quickest way."""
+    """Makes empty outputs for queries that are laid out like the first, in as few and as quick calls of torch as there are."""
 
     def __init__(self, problem: Problem) -> None:
-        self._v_dim, self._rows = problem.v_dim, like_rows(problem.query)
+        query = problem.query
+        out, like = like_query(query, problem.v_dim, problem.result_dtype), torch.empty_like(query)
+        self._is_like_query = (out.shape, out.stride(), out.dtype) == (like.shape, like.stride(), like.dtype)
+        self._shape, self._strides, self._dtype, self._device = tuple(out.shape), out.stride(), out.dtype, query.device
+        self._rows = like_rows(query)
+        half = -(-self._rows.numel() // ALIGNED_FLOATS) * ALIGNED_FLOATS
+        self._both, self._half_bytes = one_number(query.device).expand(2 * half), 4 * half
 
-    def __call__(self, query: Tensor) -> Output:
-        return Output(like_query(query, self._v_dim), torch.empty_like(self._rows), torch.empty_like(self._rows))
+    def __call__(self, query: Tensor, needs_lse: bool = True) -> tuple[Output, tuple[Tensor, Tensor, Tensor | int]]:
+        """An output, and what kernels are to fill. They write lse and max_score, needed or not: where they are not, to one piece of memory, which is free again
+        when what keeps it alive here is gone."""
+        if self._is_like_query:
+            out = torch.empty_like(query)
+        else:
+            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+        if needs_lse:
+            output = Output(out, torch.empty_like(self._rows), torch.empty_like(self._rows))
+            return output, output
+        room = torch.empty_like(self._both)
+        return Output(out, *NOTHING), (out, room, room.data_ptr() + self._half_bytes)
 
 
 def like_rows(query: Tensor) -> Tensor:
     """A (B, H, Sq) tensor of one number, to make contiguous float32 tensors of that shape from: the quickest way."""
-    return torch.empty((), dtype=torch.float32, device=query.device).expand(query.shape[:3])
+    return one_number(query.device).expand(query.shape[:3])
+
+
+def one_number(device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=device)
 
 
 def rows_are_aligned(t: Tensor) -> bool:
-    """Whether rows of consecutive elements begin on 16 bytes, as loads of 16 bytes need it. torch.compile knows no addresses: there, they are taken
-    to be good, and an engine has to look again when it runs."""
-    known = torch.compiler.is_compiling() or t.data_ptr() % 16 == 0
+    """Whether rows of consecutive elements begin on 16 bytes, as loads of 16 bytes need it. torch.compile and torch.func know no addresses: there,
+    they are taken to be good, and an engine has to look again when it runs."""
+    known = torch.compiler.is_compiling() or peek_interpreter_stack() is not None or t.data_ptr() % 16 == 0
     return known and t.stride(3) == 1 and all([s * t.element_size() % 16 == 0 for s in t.stride()[:3]])
 
 

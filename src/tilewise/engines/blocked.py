@@ -24,8 +24,8 @@ from tilewise.core.map_cache import map_of
 from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.base import Engine, scalar_seed, sinks_gradient
-from tilewise.engines.dropout import dropout_keep, keep_scale
+from tilewise.engines.base import Engine, sinks_gradient
+from tilewise.engines.dropout import keep_scale, kept
 from tilewise.engines.masked_matmul import masked_matmul
 from tilewise.lang import Derivative, derive, evaluate, interpret, wrapped
 from tilewise.tiles import TileMap
@@ -150,10 +150,6 @@ class _StripMath:
             attended = attended | final.isnan()
         return raw, final, attended
 
-    def keep(self, at: dict[str, Tensor]) -> Tensor:
-        """[B, H, M, N]"""
-        return dropout_keep(self.problem.dropout_p, scalar_seed(self.problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
-
     def like_rows(self, x: Tensor | None, rows: Tensor) -> Tensor | None:
         """[B, H, M, N] -> [B, Hkv, ratio * M, N], the inverse of by_head"""
         return None if x is None else x.reshape(*rows.shape[:3], x.shape[-1])
@@ -174,7 +170,7 @@ class BlockedEngine(Engine):
     def forward(self, problem: Problem, plan: Plan) -> Output:
         p, work, loop = problem, _StripMath(problem), TileLoop(problem)
         shape = (p.batch, p.heads, p.q_len)
-        out = torch.zeros((*shape, p.v_dim), dtype=p.dtype, device=p.device)
+        out = torch.zeros((*shape, p.v_dim), dtype=p.result_dtype, device=p.device)
         lse = torch.full(shape, -torch.inf, dtype=work.inner, device=p.device)
         max_score = torch.full_like(lse, -torch.inf)
         for group in loop.head_groups():
@@ -204,7 +200,7 @@ def _forward_tile(work: _StripMath, loop: TileLoop, group: HeadGroup, at: int, q
         decay = torch.exp(m - base)
         total = total * decay + weights.sum(-1, keepdim=True)
         if p.dropout_p > 0:
-            weights = torch.where(work.keep(indices), weights, 0.0)
+            weights = torch.where(kept(p, indices), weights, 0.0)
         weight_rows = work.like_rows(weights, q_rows)  # [B, Hkv, ratio * M, N]
         assert weight_rows is not None
         acc = acc * decay + masked_matmul(weight_rows, work.keys_of(p.value, strip), work.like_rows(attended, q_rows)).view_as(acc)
@@ -221,7 +217,7 @@ def _forward_tile(work: _StripMath, loop: TileLoop, group: HeadGroup, at: int, q
     nothing = total == 0
     out = acc * (keep_scale(p.dropout_p) if p.dropout_p > 0 else 1.0) / torch.where(nothing, 1.0, total)
     lse = torch.where(nothing, -torch.inf, base + torch.log(torch.where(nothing, 1.0, total)))
-    return out.to(p.dtype), lse.squeeze(-1), m.squeeze(-1)
+    return out.to(p.result_dtype), lse.squeeze(-1), m.squeeze(-1)
 
 
 class _Backward:
@@ -235,7 +231,7 @@ class _Backward:
         self.delta = (grad_out.to(inner) * output.out.to(inner)).sum(-1, keepdim=True)  # [B, H, Sq, 1]
         if grad_lse is not None:
             self.delta = self.delta - grad_lse.to(inner).unsqueeze(-1)
-        self.d_query = torch.zeros(p.query.shape, dtype=p.dtype, device=p.device)  # [B, H, Sq, D]
+        self.d_query = torch.zeros(p.query.shape, dtype=p.result_dtype, device=p.device)  # [B, H, Sq, D]
         self.d_key = torch.zeros(p.key.shape, dtype=inner, device=p.device)  # [B, Hkv, Skv, D]
         self.d_value = torch.zeros(p.value.shape, dtype=inner, device=p.device)  # [B, Hkv, Skv, Dv]
         self.derivative: Derivative | None = None
@@ -250,7 +246,8 @@ class _Backward:
             for at, q in self.loop.query_tiles():
                 self._backward_tile(group, at, q)
         captures = {k: g.to(p.score.captures[k].dtype) for k, g in self.d_captures.items()} if p.score is not None else {}
-        return Gradients(self.d_query, self.d_key.to(p.dtype), self.d_value.to(p.dtype), sinks_gradient(p, self.output, self.delta.squeeze(-1)), captures)
+        d_key, d_value = self.d_key.to(p.result_dtype), self.d_value.to(p.result_dtype)
+        return Gradients(self.d_query, d_key, d_value, sinks_gradient(p, self.output, self.delta.squeeze(-1)), captures)
 
     def _backward_tile(self, group: HeadGroup, at: int, q: slice) -> None:
         p, work = self.problem, self.work
@@ -268,7 +265,7 @@ class _Backward:
             d_weights = work.by_head(do_rows @ work.keys_of(p.value, strip).transpose(-1, -2), strip)  # [B, H, M, N]
             dropped = weights
             if p.dropout_p > 0:
-                keep, scale = work.keep(indices), keep_scale(p.dropout_p)
+                keep, scale = kept(p, indices), keep_scale(p.dropout_p)
                 dropped = torch.where(keep, weights * scale, 0.0)
                 d_weights = torch.where(keep, d_weights * scale, 0.0)
             ds = weights * (d_weights - delta)
@@ -282,7 +279,7 @@ class _Backward:
             self.d_value[keys] += masked_matmul(dropped_rows.transpose(-1, -2), do_rows, attended_columns)  # [B, Hkv, N, Dv]
             self.d_key[keys] += p.scale * masked_matmul(ds_rows.transpose(-1, -2), q_rows, attended_columns)  # [B, Hkv, N, D]
             dq_rows += p.scale * masked_matmul(ds_rows, work.keys_of(p.key, strip), attended_rows)  # [B, Hkv, ratio * M, D]
-        self.d_query[place] = dq_rows.view(self.d_query[place].shape).to(p.dtype)
+        self.d_query[place] = dq_rows.view(self.d_query[place].shape).to(p.result_dtype)
 
     def _through_score(self, ds: Tensor, raw: Tensor, attended: Tensor | None, indices: dict[str, Tensor]) -> Tensor:
         """The gradient of the raw scores from that of the final ones; also accumulates the gradients of the captures."""

@@ -7,10 +7,16 @@ tensor core's accumulator, so a GPU kernel computes each Philox word once and ne
     row    = i // 16 * 8 + i % 8        word = 2 * (i // 8 % 2) + j // 8 % 2
     column = j // 16 * 4 + j % 8 // 2   half = j % 2
     kept  <=>  half-word >= round(p * 65536)
+
+Of a part of a problem, the indices are those in the whole (Problem.places).
 """
 
 import torch
 from torch import Tensor
+
+from tilewise.core.places import SQUARE
+from tilewise.core.problem import Problem
+from tilewise.engines.base import scalar_seed
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -57,3 +63,29 @@ def dropout_keep(p: float, seed: int, b: Tensor, h: Tensor, q: Tensor, kv: Tenso
     word = 2 * (q[:, None] // 8 % 2) + kv // 8 % 2
     chosen = words.permute(0, 3, 4, 1, 2)[word, at_row[:, None], at_column].permute(2, 3, 0, 1)
     return ((chosen >> (16 * (kv % 2))) & 0xFFFF) >= threshold(p)
+
+
+# -- problems and their parts --------------------------------------------------------------------------------------------
+
+
+def kept(problem: Problem, at: dict[str, Tensor]) -> Tensor:
+    """[B, H, Sq, Skv] of the problem's indices b, h, q and kv: whether its dropout keeps each element."""
+    b, h, q, kv = (at[name].flatten() for name in ("b", "h", "q", "kv"))
+    places = problem.places
+    if places is not None:
+        b, h, q, kv = b + places.batch, h + places.head, places.query[q], places.key[kv]
+    return dropout_keep(problem.dropout_p, scalar_seed(problem), b, h, q, kv)
+
+
+def refuse_scattered(problem: Problem) -> str | None:
+    """Why kernels that draw for whole squares cannot serve a part of a problem."""
+    places = problem.dropout_places
+    if places is None or places.scattered is None:
+        return None
+    return f"its dropout needs tokens in whole aligned blocks of {SQUARE} positions, got {places.scattered}"
+
+
+def places_key(problem: Problem) -> tuple[int, ...] | None:
+    """All that kernels are given of a problem's places, with the tables by their addresses: whoever remembers a pass by this key keeps the tables alive."""
+    places = problem.dropout_places
+    return None if places is None else (*[t.data_ptr() for t in places.squares], places.batch, places.head)

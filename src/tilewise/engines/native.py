@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,9 +10,12 @@ from torch import Tensor
 from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.base import Engine, Request, is_plain, rows_are_aligned
+from tilewise.engines.base import NOTHING, Engine, Request, is_plain, rows_are_aligned
 from tilewise.tiles import dense_capture
 
+# From so many on, the C++ engine takes less time for float32 than SDPA on a CPU, forward and backward, with AVX2 and AVX-512: with fewer, most of its
+# tiles of 64 x 64 may lie past the end.
+FUSED_QUERIES, FUSED_KEYS = 320, 64
 SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, even if the name in torch.nn.functional was monkeypatched
 
 
@@ -20,8 +23,32 @@ class _OwnCall(threading.local):
     running = False
 
 
-NOTHING = torch.empty(0), torch.empty(0)
 own_call = _OwnCall()  # whether tilewise itself is calling SDPA: interception and watch ignore such calls
+
+
+class SdpaPlan(Plan):
+    """Calls torch's SDPA without a mask tensor. Its options are part of the call's key; gradients are torch's."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._options: dict[str, Any] = {"scale": problem.scale}
+        if problem.is_causal_only:
+            self._options["is_causal"] = True
+        if problem.heads != problem.kv_heads:
+            self._options["enable_gqa"] = True
+
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...], needs_lse: bool = True) -> Output:
+        own_call.running = True
+        try:
+            return Output(SDPA(query, key, value, **self._options), *NOTHING)
+        finally:
+            own_call.running = False
+
+
+def _may_reach_cudnn(problem: Problem) -> bool:
+    """cuDNN's kernels take float16 and bfloat16, on compute capability 8 and newer (engines/fa2.py names the source)."""
+    if problem.device.type != "cuda" or problem.dtype.itemsize != 2 or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(problem.device) >= (8, 0)
 
 
 class NativeEngine(Engine):
@@ -36,6 +63,10 @@ class NativeEngine(Engine):
     looks_at_contents = True
 
     def refuse(self, problem: Problem) -> str | None:
+        if problem.partial:
+            return "SDPA returns no lse to merge parts of a row by"
+        if problem.dropout_places is not None:
+            return "SDPA draws dropout for a whole problem alone, got a part of one"
         if problem.dense_mask is not None:  # asked for by name, with a mask for SDPA itself: what it cannot do it says
             return None
         if problem.score is not None or problem.sinks is not None:
@@ -53,6 +84,8 @@ class NativeEngine(Engine):
         return None
 
     def refuse_request(self, problem: Problem, request: Request) -> str | None:
+        if request.backend != self.name and _may_reach_cudnn(problem):
+            return "SDPA may hand 16-bit CUDA calls to cuDNN, which ends some with an illegal memory access: it gets them only when asked for by name"
         if request.needs_lse:
             return "SDPA does not return lse"
         if problem.dropout_p > 0 and request.backend != self.name:
@@ -67,6 +100,10 @@ class NativeEngine(Engine):
             return self._leaks(problem, fused)
         if problem.dtype.itemsize == 2 and fused:
             return "the C++ engine computes 16-bit inputs faster, and their gradients several times as fast"
+        if torch.compiler.is_compiling():  # a graph keeps torch's own operation, whatever the lengths: they may vary
+            return None
+        if problem.dtype == torch.float32 and fused and problem.q_len >= FUSED_QUERIES and problem.kv_len >= FUSED_KEYS:
+            return f"the C++ engine is faster from {FUSED_QUERIES} queries and {FUSED_KEYS} keys on"
         return None
 
     def _leaks(self, problem: Problem, fused: bool) -> str | None:
@@ -80,6 +117,10 @@ class NativeEngine(Engine):
         if not all([bool(t.detach().sum(dtype=problem.inner_dtype).isfinite()) for t in (problem.key, problem.value)]):
             return "key or value holds NaN or Inf (or values near the end of its range), which SDPA lets through a causal mask"
         return None
+
+    def plan(self, problem: Problem) -> Plan:
+        plain = (problem.mask is None or problem.is_causal_only) and problem.dense_mask is None and problem.dropout_p == 0
+        return SdpaPlan(problem) if plain else Plan()
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         mask = problem.dense_mask if problem.dense_mask is not None else self._dense(problem)

@@ -11,8 +11,8 @@ from torch import Tensor
 from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.base import Engine, scalar_seed
-from tilewise.engines.dropout import dropout_keep, keep_scale
+from tilewise.engines.base import Engine
+from tilewise.engines.dropout import keep_scale, kept
 from tilewise.engines.masked_matmul import masked_matmul
 from tilewise.lang import BoundProgram, evaluate, interpret
 from tilewise.lang.interpret import load
@@ -164,10 +164,18 @@ def dense_attention(problem: Problem, inner: torch.dtype | None = None) -> Outpu
     weights = weights / torch.where(nothing, 1.0, total)
 
     if problem.dropout_p > 0:
-        keep = dropout_keep(problem.dropout_p, scalar_seed(problem), *(at[n].flatten() for n in ("b", "h", "q", "kv")))
-        weights = torch.where(keep, weights * keep_scale(problem.dropout_p), 0.0)
+        weights = torch.where(kept(problem, at), weights * keep_scale(problem.dropout_p), 0.0)
     out = _MaskedMatmul.apply(weights, v, attended)
     return Output(out, lse, max_score.squeeze(-1))
+
+
+def part_seeds(part: Output, whole: Output, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of a part's out and lse, from those of the whole, which is out = sum of w out_part, lse = log(sum of exp(lse_part)), where w is
+    exp(lse_part - lse)."""
+    weight = torch.where(part.lse == -torch.inf, 0.0, torch.exp(part.lse - whole.lse))
+    grad_out = grad_out.to(part.out.dtype)
+    d_lse = (grad_out * (part.out - whole.out)).sum(-1)
+    return weight.unsqueeze(-1) * grad_out, weight * (d_lse if grad_lse is None else d_lse + grad_lse)
 
 
 @contextmanager
@@ -180,7 +188,7 @@ def recorded() -> Iterator[None]:
 
 class ReferenceEngine(Engine):
     name = "reference"
-    summary = "dense, the definition of right; never chosen by itself"
+    summary = "dense, the definition of right; used only when named"
     serves: ClassVar[Mapping[str, int]] = {"math": 0}
     is_fused = False
 
@@ -189,12 +197,12 @@ class ReferenceEngine(Engine):
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         out, lse, max_score = dense_attention(problem)
-        return Output(out.to(problem.dtype), lse, max_score)
+        return Output(out.to(problem.result_dtype), lse, max_score)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-        """Autograd through the dense computation."""
+        """Autograd through the dense computation, and through the merge of parts where it is one."""
         with recorded():
-            leaves = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
+            leaves = [t.detach().to(problem.result_dtype).requires_grad_() for t in (problem.query, problem.key, problem.value)]
             sinks = None if problem.sinks is None else problem.sinks.detach().requires_grad_()
             score = problem.score
             captures: tuple[Tensor, ...] = ()
@@ -203,9 +211,11 @@ class ReferenceEngine(Engine):
                 captures = tuple([t.requires_grad_(k in wanted) for k, t in enumerate(wide)])
                 score = score.with_captures(captures)
             again = replace(problem, query=leaves[0], key=leaves[1], value=leaves[2], sinks=sinks, score=score)
-            out, lse, _ = dense_attention(again)
+            out, lse, max_score = dense_attention(again)
             roots, seeds = [out], [grad_out.to(out.dtype)]
-            if grad_lse is not None:
+            if problem.partial:
+                roots, seeds = [out, lse], list(part_seeds(Output(out.detach(), lse.detach(), max_score), output, grad_out, grad_lse))
+            elif grad_lse is not None:
                 roots.append(lse)
                 seeds.append(grad_lse.to(lse.dtype))
             sources = [*leaves, *([] if sinks is None else [sinks]), *(captures[k] for k in sorted(wanted))]

@@ -1,17 +1,24 @@
-"""The torch operator that all engines run behind: it gives them autograd, torch.compile, opcheck and fake tensors.
+"""The torch operators that all engines run behind where torch has to see attention as one operation: torch.compile, torch.export, fake tensors, opcheck.
 
-Its arguments are plain data (programs as text), so that a graph holds nothing but tensors, numbers and strings.
+`tilewise::attention` is the one that graphs of Dynamo and torch.export hold. Its arguments are plain data (programs as text), so that a graph holds nothing but
+tensors, numbers and strings. It is taken apart (transforms.py) into the operators of the passes, which compiled code calls. These have few arguments, because
+every one costs host time, and no derivative, because another dispatch in Python would cost as much as all the rest: what never varies travels as one text.
 """
 
+import json
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.core.map_cache import naming
 from tilewise.core.output import Output
+from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, like_query
+from tilewise.engines.operator_plans import plan_of
 from tilewise.engines.registry import engine_named
 from tilewise.errors import BackendError
 from tilewise.lang import BoundProgram, parse
@@ -21,28 +28,23 @@ ARGUMENTS = (
     "str engine, Tensor query, Tensor key, Tensor value, "
     "str mask, Tensor[] mask_captures, SymInt[] mask_ints, float[] mask_floats, Tensor[] tiles, SymInt[] geometry, "
     "str score, Tensor[] score_captures, SymInt[] score_ints, float[] score_floats, "
-    "Tensor? sinks, float scale, float dropout_p, Tensor? seed, bool deterministic"
+    "Tensor? sinks, float scale, float dropout_p, Tensor? seed, bool deterministic, int passes=0"
 )
-COUNT = ARGUMENTS.count(",") + 1
-SCORE_CAPTURES = 11  # position among the arguments
-SINKS = 14
-NOT_TWICE = "attention cannot be differentiated twice: its backward has no derivative of its own; torch's SDPA has one with SDPBackend.MATH"
+MASK_CAPTURES, TILES, SCORE_CAPTURES, SINKS, PASSES_NUMBER = 5, 8, 11, 14, 19  # positions among the arguments
+PASSES = 2  # to be raised whenever the operators of the passes change: torch keeps compiled code on disk, by the graph of `attention`, for later versions too
 
-# Inductor runs the operators between the CUDA graphs it captures, not inside (torch 2.9 and newer): what engines make once and keep, such as tile maps,
-# must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one.
-TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+# There are two operators for each pass. Those with this tag inductor runs between the CUDA graphs it captures (torch 2.9 and newer): what they make and keep
+# must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one. The others it captures: Engine.is_capturable.
+OUTSIDE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+PACKED = "Tensor query, Tensor key, Tensor value, Tensor[] others, str recipe, SymInt[] ints"
 
 library = torch.library.Library("tilewise", "FRAGMENT")
-library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
-library.define(
-    f"attention_backward({ARGUMENTS}, Tensor out, Tensor lse, Tensor max_score, Tensor grad_out, Tensor? grad_lse, int[] wanted) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
-    tags=TAGS,
-)
+library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 
 def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
-    """A problem as the operator's arguments."""
+    """A problem as the arguments of `tilewise::attention`. Parts of problems have no way through it."""
+    assert problem.places is None and not problem.partial
     mask, score, tiles = problem.mask, problem.score, problem.tiles
     runs: list[Tensor] = []
     geometry: list[int] = []
@@ -64,6 +66,7 @@ def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
         problem.dropout_p,
         problem.seed,
         problem.deterministic,
+        PASSES,
     )
 
 
@@ -73,18 +76,113 @@ def _call_arguments(call: BoundProgram | None) -> tuple[str, list[Tensor], list[
     return call.program.text, list(call.captures), list(call.ints), list(call.floats)
 
 
-def problem_of(args: tuple[Any, ...]) -> tuple[Engine, Problem]:
-    """The inverse of `arguments`."""
+# -- the operators of the passes: packed arguments -----------------------------------------------------------------------
+
+
+class Recipe(NamedTuple):
+    """What of a problem never varies between the calls of one operator in a graph, and how many tensors and integers of each kind there are."""
+
+    engine: str
+    mask: str
+    mask_captures: int
+    mask_ints: int
+    mask_floats: list[float]
+    has_tiles: bool
+    score: str
+    score_captures: int
+    score_ints: int
+    score_floats: list[float]
+    has_sinks: bool
+    scale: float
+    dropout_p: float
+    has_seed: bool
+    deterministic: bool
+    names: list[int]  # of the values that the mask's tensors and the given tiles are in the graph (graph_values.py); none outside of graphs
+
+
+RUNS, GEOMETRY = 6, 7  # tensors and integers of a given map
+
+
+def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor], str, list[int]]:
+    """The arguments of `tilewise::attention` as those of the passes."""
     engine, query, key, value, mask, m_captures, m_ints, m_floats, runs, geometry, score, s_captures, s_ints, s_floats, *rest = args
-    mask_call = BoundProgram(parse(mask), tuple(m_captures), tuple(m_ints), tuple(m_floats)) if mask else None
-    score_call = BoundProgram(parse(score), tuple(s_captures), tuple(s_ints), tuple(s_floats)) if score else None
-    tiles = None
-    if runs:
-        batch, heads, q_len, kv_len, tile_q, tile_kv, given = geometry
+    sinks, scale, dropout_p, seed, deterministic, last = rest
+    names = [] if isinstance(last, int) else list(last)  # in a graph, names stand in place of `passes` (transforms._attention)
+    recipe = Recipe(
+        engine,
+        mask,
+        len(m_captures),
+        len(m_ints),
+        list(m_floats),
+        bool(runs),
+        score,
+        len(s_captures),
+        len(s_ints),
+        list(s_floats),
+        sinks is not None,
+        scale,
+        dropout_p,
+        seed is not None,
+        deterministic,
+        names,
+    )
+    others = [*m_captures, *runs, *s_captures, *[t for t in (sinks, seed) if t is not None]]
+    return query, key, value, others, json.dumps(recipe), [*m_ints, *geometry, *s_ints]
+
+
+class _Frame(NamedTuple):
+    """A recipe read: the problem but for its tensors and integers."""
+
+    recipe: Recipe
+    engine: Engine
+    problem: Problem
+    is_complete: bool  # there are no tensors besides query, key and value, and no integers
+
+
+NO_TENSOR = torch.empty(0, device="cpu")
+
+
+@lru_cache(maxsize=1024)
+def _frame(text: str) -> _Frame:
+    """A function of the text alone: JSON gives every number, a float's every bit included, back as it was."""
+    r = Recipe(*json.loads(text))
+    mask = BoundProgram(parse(r.mask), (), (), tuple(r.mask_floats)) if r.mask else None
+    score = BoundProgram(parse(r.score), (), (), tuple(r.score_floats)) if r.score else None
+    problem = Problem(NO_TENSOR, NO_TENSOR, NO_TENSOR, mask, None, score, None, r.scale, r.dropout_p, None, r.deterministic)
+    more = r.mask_captures + r.mask_ints + r.score_captures + r.score_ints
+    return _Frame(r, engine_named(r.engine), problem, not (more or r.has_tiles or r.has_sinks or r.has_seed))
+
+
+def unpacked(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, ints: list[int]) -> tuple[Engine, Problem]:
+    """The inverse of `packed`, as an engine and its problem."""
+    r, engine, problem, is_complete = _frame(recipe)
+    if is_complete:
+        return engine, problem.replaced(query=query, key=key, value=value)
+    tensors, numbers = _Reader(others), _Reader(ints)
+    mask, score, tiles = problem.mask, problem.score, None
+    if mask is not None:
+        mask = BoundProgram(mask.program, tensors.take(r.mask_captures), numbers.take(r.mask_ints), mask.floats)
+    if r.has_tiles:
+        runs = tensors.take(RUNS)
+        batch, heads, q_len, kv_len, tile_q, tile_kv, given = numbers.take(GEOMETRY)
         shape = Geometry(batch, heads, q_len, kv_len, (tile_q, tile_kv))
-        tiles = TileMap(shape, trimmed(Runs(*runs[:3])), trimmed(Runs(*runs[3:])), mask_call, given=bool(given))
-    sinks, scale, dropout_p, seed, deterministic = rest
-    return engine_named(engine), Problem(query, key, value, mask_call, tiles, score_call, sinks, scale, dropout_p, seed, deterministic)
+        tiles = TileMap(shape, trimmed(Runs(*runs[:3])), trimmed(Runs(*runs[3:])), mask, given=bool(given))
+    if score is not None:
+        score = BoundProgram(score.program, tensors.take(r.score_captures), numbers.take(r.score_ints), score.floats)
+    sinks = tensors.take(1)[0] if r.has_sinks else None
+    seed = tensors.take(1)[0] if r.has_seed else None
+    return engine, problem.replaced(query=query, key=key, value=value, mask=mask, tiles=tiles, score=score, sinks=sinks, seed=seed)
+
+
+class _Reader:
+    """Takes the items of a list, one stretch after the other."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items, self._at = items, 0
+
+    def take(self, count: int) -> tuple[Any, ...]:
+        begin, self._at = self._at, self._at + count
+        return tuple(self._items[begin : self._at])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -93,10 +191,48 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    engine, problem = problem_of(args)
-    with without_autocast(problem.device):
-        out, lse, max_score = engine.forward(problem, engine.plan(problem))
-    return as_laid_out(out, problem), lse, max_score
+    _refuse_gradient(args)
+    return _forward(*unpacked(*args), None, args[4])
+
+
+def forward_in_graphs(*args: Any) -> Any:
+    _refuse_gradient(args)
+    engine, problem = unpacked(*args)
+    return engine.run_in_graphs(problem, lambda plan: _forward(engine, problem, plan, args[4]))
+
+
+def _forward(engine: Engine, problem: Problem, plan: Plan | None, recipe: str) -> Output:
+    with _names_of(recipe):
+        return forward_of(engine, problem, plan or plan_of(engine, problem, recipe))
+
+
+def _names_of(recipe: str) -> AbstractContextManager[Any]:
+    names = _frame(recipe).recipe.names
+    return naming(names) if names else nullcontext()
+
+
+def _refuse_gradient(args: tuple[Any, ...]) -> None:
+    """Compiled code and autograd functions call the operators of the passes with gradients off. Whoever else does so has a graph in which attention has lost
+    its derivative."""
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (*args[:3], *args[3])]):
+        raise BackendError(
+            "this graph was decomposed into passes of attention that have no derivative of their own: trace it without decompositions "
+            "(run_decompositions({}) after torch.export), or run it under torch.no_grad()"
+        )
+
+
+def forward_of(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    """The forward of an engine, laid out as the operator's is."""
+    replayed = plan.replay(problem.query, problem.key, problem.value, problem.mask_sources)
+    if replayed is not None:
+        return replayed
+    if torch.is_autocast_enabled(problem.device.type):
+        with without_autocast(problem.device):
+            output = engine.forward(problem, plan)
+    else:
+        output = engine.forward(problem, plan)
+    out = as_laid_out(output.out, problem)
+    return output if out is output.out else Output(out, output.lse, output.max_score)
 
 
 def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
@@ -109,82 +245,87 @@ def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
 
 
 def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    engine, problem = problem_of(args[:COUNT])
-    out, lse, max_score, grad_out, grad_lse, wanted = args[COUNT:]
-    with without_autocast(problem.device):
-        found = engine.backward(problem, engine.plan(problem), Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
+    return _backward(*unpacked(*args[:6]), None, args[4], *args[6:])
+
+
+def backward_in_graphs(*args: Any) -> Any:
+    engine, problem = unpacked(*args[:6])
+    return engine.run_in_graphs(problem, lambda plan: _backward(engine, problem, plan, args[4], *args[6:]))
+
+
+def _backward(
+    engine: Engine,
+    problem: Problem,
+    plan: Plan | None,
+    recipe: str,
+    out: Tensor,
+    lse: Tensor,
+    max_score: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    with _names_of(recipe), without_autocast(problem.device):
+        found = engine.backward(problem, plan or plan_of(engine, problem, recipe), Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
     sinks = found.sinks if found.sinks is not None else problem.query.new_empty((0,))
-    return found.query.contiguous(), found.key.contiguous(), found.value.contiguous(), sinks, [found.captures[k].contiguous() for k in wanted]
+    query, key, value = (_like(g, t) for g, t in ((found.query, problem.query), (found.key, problem.key), (found.value, problem.value)))
+    return query, key, value, sinks, [found.captures[k].contiguous() for k in wanted]
 
 
-library.impl("attention", forward, "CompositeExplicitAutograd")
-library.impl("attention_backward", backward, "CompositeExplicitAutograd")
+def _like(gradient: Tensor, t: Tensor) -> Tensor:
+    """A gradient, laid out as torch.empty_like makes it: as its tensor is, unless that has gaps."""
+    if gradient.stride() == t.stride() or gradient.stride() == torch.empty_like(t, device="meta").stride():
+        return gradient
+    return torch.empty_like(t).copy_(gradient)
 
 
-@torch.library.register_fake("tilewise::attention", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, value = args[1], args[3]
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.new_empty(query.shape[:3], dtype=inner)
     return like_query(query, value.shape[3]), rows, torch.empty_like(rows)
 
 
-@torch.library.register_fake("tilewise::attention_backward", lib=library)  # type: ignore[untyped-decorator]  # torch has no type for it
-def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    query, key, value, captures, sinks, wanted = args[1], args[2], args[3], args[SCORE_CAPTURES], args[SINKS], args[-1]
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, *rest: Any) -> tuple[Any, ...]:
+    r, wanted = _frame(recipe).recipe, rest[-1]
+    first = r.mask_captures + (RUNS if r.has_tiles else 0)  # of the score's captures; sinks come after them
 
     def fresh(t: Tensor) -> Tensor:
         return t.new_empty(t.shape)
 
-    return fresh(query), fresh(key), fresh(value), query.new_empty((0,)) if sinks is None else fresh(sinks), [fresh(captures[k]) for k in wanted]
+    sinks = fresh(others[first + r.score_captures]) if r.has_sinks else query.new_empty((0,))
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks, [fresh(others[first + k]) for k in wanted]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Saves tensors with save_for_backward and everything else on ctx."""
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    flat: list[Any] = []
-    ctx.form = []
-    for value in inputs:
-        values = value if isinstance(value, (list, tuple)) else [value]
-        ctx.form.append(("list", len(values)) if isinstance(value, (list, tuple)) else ("one", 1))
-        flat += values
-    tensors = [v for v in flat if isinstance(v, Tensor)]
-    ctx.non_tensors = [None if isinstance(v, Tensor) else v for v in flat]
-    ctx.is_tensor = [isinstance(v, Tensor) for v in flat]
-    ctx.count = len(tensors)
-    ctx.save_for_backward(*tensors, *output)
+FORWARD = f"({PACKED}) -> (Tensor, Tensor, Tensor)"
+BACKWARD = (
+    f"({PACKED}, Tensor out, Tensor lse, Tensor max_score, Tensor grad_out, Tensor? grad_lse, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
+)
+for _name, _schema, _pass, _fake, _tags in (
+    ("attention_forward", FORWARD, forward, _fake_forward, OUTSIDE),
+    ("attention_backward", BACKWARD, backward, _fake_backward, OUTSIDE),
+    ("attention_forward_in_graphs", FORWARD, forward_in_graphs, _fake_forward, ()),
+    ("attention_backward_in_graphs", BACKWARD, backward_in_graphs, _fake_backward, ()),
+):
+    library.define(_name + _schema, tags=_tags)
+    library.impl(_name, _pass, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
 
 
-def _saved(ctx: Any) -> tuple[list[Any], tuple[Tensor, ...]]:
-    tensors = list(ctx.saved_tensors)
-    output = tuple(tensors[ctx.count :])
-    saved = iter(tensors[: ctx.count])
-    flat = iter([next(saved) if is_tensor else rest for is_tensor, rest in zip(ctx.is_tensor, ctx.non_tensors, strict=True)])
-    inputs = [[next(flat) for _ in range(size)] if kind == "list" else next(flat) for kind, size in ctx.form]
-    return inputs, output
+def run_forward(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward of a call with these arguments of `tilewise::attention`."""
+    given, ops = packed(args), torch.ops.tilewise
+    found: tuple[Tensor, Tensor, Tensor] = (ops.attention_forward_in_graphs if _is_capturable(given) else ops.attention_forward)(*given)
+    return found
 
 
-def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
-    inputs, output = _saved(ctx)
-    if grad_out is None:
-        grad_out = torch.zeros_like(output[0])
-    wanted = [k for k, needed in enumerate(ctx.needs_input_grad[SCORE_CAPTURES]) if needed]
-    query, key, value, sinks, captures = torch.ops.tilewise.attention_backward(*inputs, *output, grad_out, grad_lse, wanted)
-    found: list[Any] = [None] * COUNT
-    found[1:4] = query, key, value
-    found[SCORE_CAPTURES] = [captures[wanted.index(k)] if k in wanted else None for k in range(len(inputs[SCORE_CAPTURES]))]
-    found[SINKS] = sinks if inputs[SINKS] is not None else None
-    for position, given in enumerate(inputs):  # torch expects a list of gradients for every list of tensors, empty lists included
-        if isinstance(given, list) and position != SCORE_CAPTURES and all(isinstance(v, Tensor) for v in given):
-            found[position] = [None] * len(given)
-    return tuple(found)
+def run_backward(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    given, ops = packed(args), torch.ops.tilewise
+    found: tuple[Any, ...] = (ops.attention_backward_in_graphs if _is_capturable(given) else ops.attention_backward)(*given, *others)
+    return found
 
 
-def _not_twice(ctx: Any, *gradients: Any) -> Any:
-    """Gradients under create_graph can be used, but differentiating them again raises instead of silently giving 0."""
-    raise BackendError(NOT_TWICE)
-
-
-torch.library.register_autograd("tilewise::attention", _gradients, setup_context=_save, lib=library)
-torch.library.register_autograd("tilewise::attention_backward", _not_twice, lib=library)
+def _is_capturable(given: tuple[Any, ...]) -> bool:
+    if _frame(given[4]).recipe.has_tiles:  # to unpack these waits for the device
+        return False
+    engine, problem = unpacked(*given)
+    return engine.is_capturable(problem)

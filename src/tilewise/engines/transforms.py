@@ -1,7 +1,7 @@
-"""torch.func (grad, vjp, vmap, jacrev) and batched gradients: torch's transforms see autograd functions, not the autograd of a Python operator.
+"""The operator `tilewise::attention` with its derivative; torch.func (grad, vjp, vmap, jacrev) and batched gradients, which see autograd functions.
 
-Both functions below are the torch operators (torch_op.py) with their arguments flattened, so that every tensor is an argument of its own. A batch is
-computed one element after the other.
+Both functions below are the torch operators of the passes (torch_op.py) with the arguments of `tilewise::attention`, flattened, so that every tensor is an
+argument of its own. A batch is computed one element after the other.
 """
 
 from typing import Any
@@ -14,9 +14,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
-from tilewise.engines.torch_op import NOT_TWICE, SCORE_CAPTURES, SINKS, arguments
+from tilewise.engines.graph_values import names_of
+from tilewise.engines.torch_op import MASK_CAPTURES, PASSES_NUMBER, SCORE_CAPTURES, SINKS, TILES, arguments, library, run_backward, run_forward
 from tilewise.errors import BackendError
 
+NOT_TWICE = "attention cannot be differentiated twice: its backward has no derivative of its own; torch's SDPA has one with SDPBackend.MATH"
 NO_JVP = "attention has no forward-mode derivative (jvp, jacfwd, hessian); torch's SDPA has one with SDPBackend.MATH"
 ABSENT = 2**40  # a batch's size where there is none
 MAX_LEVELS = 64  # of nested vmaps, in torch
@@ -28,14 +30,19 @@ def are_active() -> bool:
 
 def transformed(engine: Engine, problem: Problem) -> Output:
     """A call inside torch.func's transforms."""
-    flat, form = tree_flatten(arguments(engine.name, problem))
-    return Output(*_Forward.apply(form, *flat))
+    return Output(*_attention(*arguments(engine.name, problem)))
+
+
+def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    flat, form = tree_flatten((*args[:PASSES_NUMBER], names_of([*args[MASK_CAPTURES], *args[TILES]])))
+    found: tuple[Tensor, Tensor, Tensor] = _Forward.apply(form, *flat)
+    return found
 
 
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(form: TreeSpec, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.tilewise.attention(*tree_unflatten(flat, form))
+        found: tuple[Tensor, Tensor, Tensor] = run_forward(tree_unflatten(flat, form))
         return found
 
     @staticmethod
@@ -49,8 +56,9 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
-        flat, output = list(ctx.others), ctx.saved_tensors[-3:]
-        for k, tensor in zip(ctx.places, ctx.saved_tensors, strict=False):
+        flat, saved = list(ctx.others), ctx.saved_tensors  # once: activation checkpointing allows no more
+        output = saved[-3:]
+        for k, tensor in zip(ctx.places, saved, strict=False):
             flat[k] = tensor
         inputs, needed = (tree_unflatten(values, ctx.form) for values in (flat, ctx.needs_input_grad[1:]))
         wanted = [k for k, need in enumerate(needed[SCORE_CAPTURES]) if need]
@@ -75,7 +83,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(form: TreeSpec, *flat: Any) -> tuple[Tensor, ...]:
-        *found, captures = torch.ops.tilewise.attention_backward(*tree_unflatten(flat, form))
+        *found, captures = run_backward(*tree_unflatten(flat, form))
         return (*found, *captures)
 
     @staticmethod
@@ -97,7 +105,7 @@ class _Backward(torch.autograd.Function):
 
 def differentiated(inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]) -> Gradients:
     """The backward of a call with these arguments of the operator, which may be transformed itself, but not differentiated."""
-    flat, form = tree_flatten((*inputs, *output, grad_out, grad_lse, wanted))
+    flat, form = tree_flatten((inputs, (*output, grad_out, grad_lse, wanted)))
     level = max([_batch_level(t) for t in (grad_out, grad_lse) if t is not None])
     query, key, value, sinks, *captures = _Backward.apply(form, *flat) if level == 0 else _batched(form, flat, level)
     return Gradients(query, key, value, None if inputs[SINKS] is None else sinks, dict(zip(wanted, captures, strict=True)))
@@ -130,3 +138,6 @@ def _batched(form: TreeSpec, flat: list[Any], level: int) -> tuple[Tensor, ...]:
     dims = tuple([0 if isinstance(v, Tensor) and is_batched(v) else None for v in flat])
     stacked, _ = _one_by_one(_Backward, size, dims, form, tuple(whole))
     return tuple([torch._add_batch_dim(t, 0, level) for t in stacked])
+
+
+library.impl("attention", _attention, "CompositeImplicitAutograd")

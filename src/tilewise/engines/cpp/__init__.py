@@ -11,7 +11,8 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
 from tilewise.engines.blocked import BlockedEngine
-from tilewise.engines.cpp.tile_schedule import KEYS, LANES
+from tilewise.engines.cpp.tile_size import KEYS, LANES
+from tilewise.engines.dropout import refuse_scattered
 
 
 class CppEngine(Engine):
@@ -22,7 +23,7 @@ class CppEngine(Engine):
     def refuse(self, problem: Problem) -> str | None:
         if problem.device.type != "cpu":
             return f"it runs on CPUs, got tensors on {problem.device}"
-        return missing()
+        return refuse_scattered(problem) or missing()
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         return LANES, KEYS

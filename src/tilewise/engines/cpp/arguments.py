@@ -8,11 +8,11 @@ from tilewise.core.problem import Problem
 from tilewise.engines.cpp import threads
 from tilewise.engines.cpp.mods import mask_unit, program_arguments, score_unit
 from tilewise.engines.cpp.tile_schedule import TileSchedule
-from tilewise.engines.dropout import keep_scale, threshold
+from tilewise.engines.dropout import keep_scale, places_key, threshold
 
 # Every field has 8 bytes.
 TENSOR = "5q"
-PROBLEM = f"=9q{3 * TENSOR}12q12qqdd2q"
+PROBLEM = f"=9q{3 * TENSOR}12q12qqdd6q"
 FORWARD, FORWARD_CALL = f"{PROBLEM}{TENSOR}7q", "=13q"
 BACKWARD, BACKWARD_CALL = f"{PROBLEM}{2 * TENSOR}22q", "=21q"
 
@@ -21,6 +21,7 @@ def problem_values(p: Problem, schedule: TileSchedule) -> tuple[list[Any], Any]:
     """The kernel's `Problem` as numbers, and the objects it points into, which must outlive the call. What is 0 here is set for every call: threads, the
     addresses of tensors, the seed."""
     mask, score = program_arguments(p.mask, mask_unit(p)), program_arguments(p.score, score_unit(p))
+    placed = places_key(p)
     values = [
         threads.pool(),
         0,
@@ -42,8 +43,9 @@ def problem_values(p: Problem, schedule: TileSchedule) -> tuple[list[Any], Any]:
         keep_scale(p.dropout_p) if p.dropout_p > 0 else 1.0,
         threshold(p.dropout_p),
         0,
+        *((0,) * 4 if placed is None else placed),
     ]
-    return values, (mask, score, schedule)
+    return values, (mask, score, schedule, p.dropout_places)
 
 
 def laid_out(t: Tensor) -> tuple[int, ...]:

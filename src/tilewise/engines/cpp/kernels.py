@@ -13,13 +13,15 @@ from tilewise.engines.cpp.libraries import Unit, library_of
 
 ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
 
+Classifier = Callable[[bytes], None]
 Kernel = Callable[[bytes, bytes], None]  # takes what is prepared and what differs from call to call, both packed (arguments.py)
 
 
-def kernel_unit(name: str, dtype: torch.dtype) -> Unit:
-    """The library of a kernel: "forward" (which includes decode) or "backward"."""
+def kernel_unit(name: str, dtype: torch.dtype, result: torch.dtype) -> Unit:
+    """The library of a kernel: "forward" (which includes decode and classify) or "backward". `result` is the dtype of out and gradients."""
+    result_flags = () if result == dtype else (f"-DRESULT={ELEMENT[result]}",)
     matrix_unit_flags = ("-DMATRIX_UNIT",) if uses_matrix_unit(dtype) else ()
-    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *matrix_unit_flags))
+    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *result_flags, *matrix_unit_flags))
 
 
 def uses_matrix_unit(dtype: torch.dtype) -> bool:
@@ -27,11 +29,20 @@ def uses_matrix_unit(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and matrix_unit.usable()
 
 
-@lru_cache(maxsize=16)
-def kernel(name: str, dtype: torch.dtype) -> Kernel:
+@lru_cache(maxsize=32)
+def kernel(name: str, dtype: torch.dtype, result: torch.dtype) -> Kernel:
     """ "forward", "decode" or "backward"."""
-    unit = kernel_unit("backward" if name == "backward" else "forward", dtype)
+    unit = kernel_unit("backward" if name == "backward" else "forward", dtype, result)
     function: Any = library_of(unit, unit.source).function(f"tilewise_call_{name}")
     function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_char_p), None
     found: Kernel = function
+    return found
+
+
+@lru_cache(maxsize=16)
+def classifier(dtype: torch.dtype, result: torch.dtype) -> Classifier:
+    unit = kernel_unit("forward", dtype, result)
+    function: Any = library_of(unit, unit.source).function("tilewise_classify")
+    function.argtypes, function.restype = (ctypes.c_char_p,), None
+    found: Classifier = function
     return found

@@ -18,7 +18,8 @@ from tilewise.engines.cpp.libraries import library_of
 from tilewise.engines.cpp.mods import Arguments, dscore_unit
 from tilewise.engines.cpp.plan import FORWARD as FORWARD_PASS
 from tilewise.engines.cpp.plan import CppPlan
-from tilewise.engines.cpp.tile_schedule import KEYS, LANES, TileSchedule, key_schedule, query_schedule
+from tilewise.engines.cpp.tile_schedule import TileSchedule, key_schedule, query_schedule
+from tilewise.engines.cpp.tile_size import KEYS, LANES
 from tilewise.engines.cpp.workspace import Workspace, give_back
 
 PACKING_BYTES, UNPACKED = 2**19, (0, 0, 0)  # packing pays if the queries together read at least so many bytes of each key
@@ -38,13 +39,13 @@ def backward(p: Problem, plan: CppPlan, output: Output, grad_out: Tensor, grad_l
         assert p.score is not None
         p = p.replaced(score=replace(p.score, captures=tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])))
     grad_lse = None if grad_lse is None else grad_lse.to(p.inner_dtype).contiguous()
-    dq, dk, dv = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value)]
+    dq, dk, dv = [torch.empty_like(t, dtype=p.result_dtype, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value)]
     capture_sums = splits.zeroed_capture_gradients(p, wanted)
     delta = None if p.sinks is None else torch.zeros_like(output.lse)
     if p.query.numel() and p.key.numel():
-        grad_out = grad_out.to(p.dtype)
-        found = plan.prepared(backward_key(p, output.out, grad_out, wanted), p, lambda: Backward(p, output.out, grad_out, wanted))
-        found.run(p, output, grad_out, grad_lse, (dq, dk, dv), delta, capture_sums)
+        grad_out, out = grad_out.to(p.dtype), output.out.to(p.result_dtype)
+        found = plan.prepared(backward_key(p, out, grad_out, wanted), p, lambda: Backward(p, out, grad_out, wanted))
+        found.run(p, output._replace(out=out), grad_out, grad_lse, (dq, dk, dv), delta, capture_sums)
     else:
         if delta is not None and grad_lse is not None:
             delta -= grad_lse
@@ -80,13 +81,13 @@ class Forward:
         rows = p.heads // p.kv_heads * p.q_len
         split_bytes = p.batch * p.kv_heads * parts * rows * (p.v_dim + 2) * p.inner_dtype.itemsize if decoding else 0  # last: acc[Dv], max_score, total
         self._workspace = Workspace(split_bytes, *(UNPACKED if decoding else _packed_sizes(p, schedule.density)))
-        self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype)
+        self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype, p.result_dtype)
         self._prepared = struct.pack(FORWARD, *values, *laid_out(like_query(p.query, p.v_dim)), 0, 0, parts, 0, *UNPACKED)
-        self._v_dim = p.v_dim
+        self._v_dim, self._result = p.v_dim, p.result_dtype
         self._rows = torch.empty((), dtype=p.inner_dtype, device=p.device).expand(p.query.shape[:3])  # to make contiguous tensors from: the quickest way
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int) -> Output:
-        out, lse, max_score = like_query(query, self._v_dim), torch.empty_like(self._rows), torch.empty_like(self._rows)
+        out, lse, max_score = like_query(query, self._v_dim, self._result), torch.empty_like(self._rows), torch.empty_like(self._rows)
         memory, buffers = self._workspace.borrow()
         call = pack_forward(
             torch.get_num_threads(),
@@ -155,7 +156,7 @@ class Backward:
             *groups.values,
         )
         self._keep_alive = keep_alive, groups.keep_alive, dscore
-        self._kernel = kernels.kernel("backward", p.dtype)
+        self._kernel = kernels.kernel("backward", p.dtype, p.result_dtype)
         shares, itemsize = chunks * p.batch * p.heads * blocks, p.inner_dtype.itemsize
         delta_bytes = 0 if p.sinks is not None else p.batch * p.heads * p.q_len * itemsize  # where there are sinks, their gradient needs delta
         self._workspace = Workspace(delta_bytes, *_query_layouts(p, grad_out, blocks), shares * _pad32(p.head_dim) * LANES * itemsize, shares)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.core.map_cache import map_of, remembered
+from tilewise.core.map_cache import remembered
 from tilewise.core.problem import Problem
+from tilewise.engines.cpp.tile_classifier import kernel_map
+from tilewise.engines.cpp.tile_size import KEYS, LANES
 from tilewise.memory import resolved
 from tilewise.tiles import Geometry, Runs, TileMap
-
-LANES = KEYS = 64  # as in kernel/tiles.h
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TileSchedule:
 
 def query_schedule(p: Problem) -> TileSchedule:
     """One row per query tile, over key tiles."""
-    tile_map = map_of(p, (LANES, KEYS))
+    tile_map = kernel_map(p, (LANES, KEYS))
     if tile_map is None:
         return _dense_schedule(p.q_len, LANES, KEYS)
     return remembered(
@@ -37,7 +37,7 @@ def query_schedule(p: Problem) -> TileSchedule:
 
 def key_schedule(p: Problem) -> TileSchedule:
     """One row per key tile, over query tiles: the transposed map."""
-    tile_map = map_of(p, (LANES, KEYS))
+    tile_map = kernel_map(p, (LANES, KEYS))
     if tile_map is None:
         return _dense_schedule(p.kv_len, KEYS, LANES)
     return remembered(tile_map, "cpp key schedule", lambda: _sparse_schedule(tile_map, *tile_map.transpose(), tile_map.geometry.kv_tiles, tile_map.tile[::-1]))

@@ -15,8 +15,10 @@ from tilewise.engines.gluon.config import forward_config
 from tilewise.engines.gluon.patches import HEIGHT, grid_width
 from tilewise.engines.gluon.refusals import refuse_backward, refuse_problem
 from tilewise.engines.gluon.tile_schedule import too_many_mask_bits
+from tilewise.engines.gpu.driver import finds_map_addresses
 from tilewise.engines.gpu.engine import GpuEngine, PassModule
-from tilewise.engines.gpu.limits import interpreted, triton_older_than
+from tilewise.engines.gpu.limits import cannot_launch, interpreted, triton_older_than
+from tilewise.sizes import less
 
 HOPPER = (9, 0)
 ARCHITECTURE = 90
@@ -36,13 +38,18 @@ class GluonEngine(GpuEngine):
             return NO_GLUON
         if problem.device.type != "cuda" or interpreted():
             return f"Query, key, and value must be on a CUDA device, got {problem.device}"
+        stopped = cannot_launch()
+        if stopped is not None:
+            return stopped
         capability = torch.cuda.get_device_capability(problem.device)
         if capability != HOPPER:
             return f"its kernels are for compute capability {HOPPER[0]}.{HOPPER[1]}, the GPU has {capability[0]}.{capability[1]}"
+        if not finds_map_addresses():
+            return "the CUDA driver keeps the address of a TMA tensor where tilewise does not find it"
         return refuse_problem(problem)
 
     def defers(self, problem: Problem, others: tuple[Engine, ...]) -> str | None:
-        return "so small a problem starts sooner on the Triton engine" if problem.flops < WORTH_IT else None
+        return "so small a problem starts sooner on the Triton engine" if less(problem.flops, WORTH_IT) else None
 
     def says(self, problem: Problem) -> str:
         if problem.device.type == "cuda" and too_many_mask_bits(problem):

@@ -1,5 +1,7 @@
 """Ahead-of-time builds of the Hopper kernels a problem needs."""
 
+from functools import partial
+
 import torch
 
 from tilewise.core.output import Output
@@ -10,6 +12,7 @@ from tilewise.engines.gluon.config import backward_config, forward_config
 from tilewise.engines.gluon.patches import in_strips
 from tilewise.engines.gluon.tile_schedule import MapAxis, bits_launch, key_axis, query_axis
 from tilewise.engines.gpu.aot import Candidates
+from tilewise.engines.gpu.device_map import is_made_on_device, rows_ahead
 
 
 def forward_launches(p: Problem) -> list[Candidates]:
@@ -23,11 +26,11 @@ def forward_launches(p: Problem) -> list[Candidates]:
 
 
 def backward_launches(p: Problem) -> list[Candidates]:
-    (out, lse, _), work = _output(p), launches.Workspace(p)
-    grads = (work.dq, work.dk, work.dv)
+    (out, lse, _), workspace = _output(p), launches.backward_workspace(p)
+    work, grads = launches.Work(*workspace.tensors(workspace.allocate())), (torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value))
     return [
         lambda: [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, lse, out, None, work.delta, work))],
-        lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, work.dk, work.dv, work))],
+        lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, grads[1], grads[2], work))],
         lambda: [launches.bwd_postprocess_launch(p, launches.bwd_postprocess_tensors(p, lse, out, work.delta, grads, work))],
         *_mask_bits(p, key_axis(backward_config(p))),
     ]
@@ -38,7 +41,8 @@ def _mask_bits(p: Problem, axis: MapAxis) -> list[Candidates]:
         return []
     p = in_strips(p)
     numbers = torch.empty(1, dtype=torch.int32, device=p.device)
-    return [lambda: [bits_launch(p, axis, numbers, axis.schedule(p), numbers)]]
+    schedules = rows_ahead(p, axis.tile, axis.by_keys) if is_made_on_device(p) else []
+    return [lambda: [bits_launch(p, axis, numbers, axis.schedule(p), numbers)], *[partial(list, [launch]) for launch in schedules]]
 
 
 def _output(p: Problem) -> Output:

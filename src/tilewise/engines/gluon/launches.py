@@ -1,8 +1,8 @@
 """The arguments of every Hopper kernel, from a problem and its tensors."""
 
 import math
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,15 @@ from tilewise.engines.gluon.kernel_args import (
 )
 from tilewise.engines.gluon.mask_bits import kernels
 from tilewise.engines.gluon.patches import grid_width, in_strips, tma_box, tma_view
-from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, key_axis, query_axis
+from tilewise.engines.gluon.tile_schedule import HopperSchedule, MapAxis, hopper_schedule, key_axis, query_axis
 from tilewise.engines.gpu.arguments import attention_constants, dropout_arguments, mods_of, schedule_of, seed_of, shape_arguments, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
 from tilewise.engines.gpu.config import padded_dim
 from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
-from tilewise.engines.gpu.launch import Launch, TmaTensor
+from tilewise.engines.gpu.launch import Launch, Source, TmaTensor, mask_captures, score_captures
 from tilewise.engines.gpu.limits import sm_count
 from tilewise.engines.gpu.mods import dscore_of, mask_of, mod_arguments, scales, score_of
+from tilewise.engines.gpu.workspace import Part, Workspace
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
 PREPROCESS_ROWS = 32
@@ -36,17 +37,22 @@ PREPROCESS_ROWS = 32
 Tensors = dict[str, Any]
 
 
-class Workspace:
-    """The gradients, and what the kernels of a backward hand each other, of one chunk of so many at a time."""
+class Work(NamedTuple):
+    """What the kernels of a backward hand each other: tensors, or their addresses."""
 
-    def __init__(self, p: Problem, count: int = 1) -> None:
-        self.dq, self.dk, self.dv = (t.new_empty(t.shape) for t in (p.query, p.key, p.value))
-        config, rows = backward_config(p), sums_rows(p) // count
-        self.delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
-        self.lse_padded, self.delta_padded = self.delta.new_empty((2, rows)).unbind()
-        self.dq_sums = self.delta.new_empty((rows * config.d // 32, 32))
-        key_tiles = p.batch * p.kv_heads // count * -(-p.kv_len // config.block_n)
-        self.nonfinite = torch.empty((key_tiles, 2), dtype=torch.int32, device=p.device)  # whether dK or dV of a key tile holds NaN or Inf, by warpgroup
+    delta: Any
+    lse_padded: Any
+    delta_padded: Any
+    dq_sums: Any
+    nonfinite: Any  # int32: whether dK or dV of a key tile holds NaN or Inf, by warpgroup
+
+
+def backward_workspace(p: Problem, count: int = 1) -> Workspace:
+    """The memory for that, of one chunk of so many at a time, but for delta, which is of all."""
+    config, rows = backward_config(p), sums_rows(p) // count
+    key_tiles = p.batch * p.kv_heads // count * -(-p.kv_len // config.block_n)
+    delta, sums = Part((p.batch, p.heads, p.q_len)), Part((rows * config.d // 32, 32))  # as dQ's descriptor sees its sums
+    return Workspace(p.device, delta, Part((rows,)), Part((rows,)), sums, Part((2 * key_tiles,), torch.int32))
 
 
 # -- tensors of the kernels, in the order of their parameters --------------------------------------------------------------
@@ -76,11 +82,11 @@ def fwd_fixup_tensors(p: Problem, output: Output) -> FwdTensors:
     return FwdTensors(p.query, p.key, p.value, output.out, output.lse, output.max_score, p.sinks, seed_of(p))
 
 
-def bwd_preprocess_tensors(out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, work: Workspace) -> PreprocessTensors:
+def bwd_preprocess_tensors(out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, delta: Tensor, work: Work) -> PreprocessTensors:
     return PreprocessTensors(out, grad_out, lse, dlse, work.lse_padded, work.delta_padded, delta, work.dq_sums)
 
 
-def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Workspace) -> Tensors:
+def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Work) -> Tensors:
     config, width = backward_config(p), grid_width(p)
     m, n = config.tile
     return {
@@ -98,11 +104,20 @@ def bwd_tensors(p: Problem, grad_out: Tensor, dk: Tensor, dv: Tensor, work: Work
     }
 
 
-def bwd_postprocess_tensors(
-    p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], work: Workspace
-) -> PostprocessTensors:
+def bwd_postprocess_tensors(p: Problem, lse: Tensor, grad_out: Tensor, delta: Tensor, grads: tuple[Tensor, Tensor, Tensor], work: Work) -> PostprocessTensors:
     dq, dk, dv = grads
     return PostprocessTensors(p.query, p.key, p.value, grad_out, lse, delta, dq, dk, dv, work.dq_sums, work.nonfinite, seed_of(p))
+
+
+# -- sources of static tensors ---------------------------------------------------------------------------------------
+
+
+def hopper_tiles(axis: MapAxis) -> Source:
+    return lambda p, find: hopper_schedule(in_strips(p), axis, find).tensors
+
+
+def tiles(axis: MapAxis) -> Source:
+    return lambda p, find: axis.schedule(p, find).tensors
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -141,6 +156,7 @@ def fwd_launch(p: Problem, tensors: Tensors) -> Launch:
         },
         4,
         1,
+        sources=(hopper_tiles(query_axis(config)), score_captures),
     )
 
 
@@ -162,9 +178,10 @@ def fwd_fixup_launch(p: Problem, tensors: FwdTensors) -> Launch:
                 mods_of(p),
             )
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "C": FixupConstants(**asdict(constants), rows=padded_dim(config.tile[0]))},
+        {"MASK": mask_of(p), "SCORE": score_of(p), "C": FixupConstants(**vars(constants), rows=padded_dim(config.tile[0]))},
         4,
         1,
+        sources=(tiles(query_axis(config)), mask_captures, score_captures),
     )
 
 
@@ -223,6 +240,7 @@ def bwd_launch(p: Problem, tensors: Tensors) -> Launch:
         },
         4,
         1,
+        sources=(hopper_tiles(key_axis(config)), score_captures),
     )
 
 
@@ -260,6 +278,7 @@ def bwd_postprocess_launch(p: Problem, tensors: PostprocessTensors) -> Launch:
         },
         4,
         1,
+        sources=(tiles(query_axis(fwd)), tiles(key_axis(bwd)), mask_captures, score_captures),
     )
 
 

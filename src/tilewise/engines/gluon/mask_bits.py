@@ -7,8 +7,9 @@ from torch import Tensor
 
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.kernel_args import MaskBitsConstants, MaskBitsGeometry
-from tilewise.engines.gpu.launch import Launch
-from tilewise.engines.gpu.mods import mask_of, mod_arguments
+from tilewise.engines.gpu.device_map import captures_of, mask_numbers
+from tilewise.engines.gpu.launch import AnyTensor, Launch
+from tilewise.engines.gpu.mods import mask_of
 from tilewise.engines.gpu.tile_schedule import TileSchedule
 
 ROWS_PER_PROGRAM = 32
@@ -21,7 +22,7 @@ def kernels() -> Mapping[str, Any]:
     return KERNELS
 
 
-def pack_mask_bits_launch(p: Problem, shape: tuple[int, int], by_keys: bool, transposed: bool, bits: Tensor, tiles: TileSchedule, first: Tensor) -> Launch:
+def pack_mask_bits_launch(p: Problem, shape: tuple[int, int], by_keys: bool, transposed: bool, bits: Tensor, tiles: TileSchedule, first: AnyTensor) -> Launch:
     """`shape`: rows and columns of a tile's bits; `first`: the number of each row's first block of bits."""
     rows, columns = shape
     blocks = rows // ROWS_PER_PROGRAM
@@ -29,13 +30,8 @@ def pack_mask_bits_launch(p: Problem, shape: tuple[int, int], by_keys: bool, tra
         "pack_mask_bits",
         kernels,
         len(first) * blocks,
-        {"p_bits": bits},
-        {
-            "tiles": tiles.tensors,
-            "p_first": first,
-            "geometry": MaskBitsGeometry(tiles.count, p.heads if tiles.strides[1] > 0 else 1, blocks, rows, p.q_len, p.kv_len),
-            "mask": mod_arguments(p)["mask"],
-        },
+        {"p_bits": bits, "tables": (*tiles.tensors[1:], first), "captures": captures_of(p)},
+        {"geometry": MaskBitsGeometry(tiles.count, p.heads if tiles.strides[1] > 0 else 1, blocks, rows, p.q_len, p.kv_len), **mask_numbers(p)},
         {"MASK": mask_of(p), "C": MaskBitsConstants(by_keys, transposed, ROWS_PER_PROGRAM, columns)},
         4,
         1,

@@ -16,7 +16,7 @@ def refuse_problem(p: Problem) -> str | None:
     """Why the kernels cannot serve a problem, whatever the device."""
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"Query, key, and value must be either bfloat16 or float16, got {p.dtype}"
-    return _shape(p) or _strides(p) or rows_too_far_apart(p) or _tiles(p)
+    return _part(p) or _shape(p) or _strides(p) or rows_too_far_apart(p) or _tiles(p)
 
 
 def refuse_backward(p: Problem, learns: bool) -> str | None:
@@ -27,6 +27,14 @@ def refuse_backward(p: Problem, learns: bool) -> str | None:
         return "a score's captured tensors want gradients"
     if p.given_tiles is not None and any([given % own for given, own in zip(p.given_tiles.tile, backward_config(p).tile, strict=True)]):
         return f"tiles of {p.given_tiles.tile} were given"
+    return None
+
+
+def _part(p: Problem) -> str | None:
+    if p.partial:
+        return f"it rounds out and gradients to {p.dtype}; parts of them are wanted in {p.result_dtype}"
+    if p.dropout_places is not None:
+        return "it draws dropout for a whole problem alone, got a part of one"
     return None
 
 

@@ -1,5 +1,7 @@
 """How a problem becomes launches of the Hopper kernels: a pass prepares them once, and runs them for every call like the first."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -8,14 +10,15 @@ from tilewise.core.problem import Problem
 from tilewise.engines.base import EmptyOutputs, sinks_gradient
 from tilewise.engines.gluon import launches
 from tilewise.engines.gluon.config import backward_config
-from tilewise.engines.gluon.launches import Workspace
+from tilewise.engines.gluon.launches import Work, backward_workspace
 from tilewise.engines.gluon.refusals import refuse_backward, tma_can_load
 from tilewise.engines.gluon.tile_schedule import too_many_mask_bits
 from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks
 from tilewise.engines.gpu.driver import current_stream, is_capturing
 from tilewise.engines.gpu.launch import prepare
-from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
+from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_key
+from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.run import BackwardTensors
 
@@ -26,24 +29,24 @@ def forward(p: Problem, plan: GpuPlan) -> Output:
     misaligned = (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16  # a compiled graph did not know
     if misaligned or too_many_mask_bits(p):
         return triton_run.forward(p, plan)
-    ready: ForwardPass = plan.prepared(FORWARD, p, lambda: Forward(p))
+    ready = plan.prepared(FORWARD, p, "hopper", lambda: Forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 
 
-class Forward:
+class Forward(Pass):
     """Two launches: the forward, and its fix-up, which computes again the rows that the first found not finite."""
 
     def __init__(self, p: Problem) -> None:
         self._outputs = EmptyOutputs(p)
-        output = self._outputs(p.query)
+        output, _ = self._outputs(p.query)
         self._fwd = prepare(launches.fwd_launch(p, launches.fwd_tensors(p, output, counter(p.device))), p.device)
         self._fixup = prepare(launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output)), p.device)
         self.device = self._fwd.device
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
-        output = self._outputs(query)
-        self._fwd.launch([query, key, value, *output, counter(query.device), sinks, seed])
-        self._fixup.launch([query, key, value, *output, sinks, seed])
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output:
+        output, filled = self._outputs(query, needs_lse)
+        self._fwd.launch([query, key, value, *filled, counter(query.device), sinks, seed])
+        self._fixup.launch([query, key, value, *filled, sinks, seed])
         return output
 
 
@@ -62,37 +65,60 @@ def counter(device: torch.device) -> Tensor:
 
 
 def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-    # Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that).
-    if refuse_backward(p, bool(wanted)) is not None or not all([tma_can_load(t) for t in (p.query, p.key, p.value)]) or too_many_mask_bits(p):
+    if wanted or p.deterministic or too_many_mask_bits(p):  # what is known at once (refuse_backward)
         return triton_run.backward(p, plan, output, grad_out, grad_lse, wanted)
-    if not tma_can_load(grad_out):
-        grad_out = grad_out.contiguous()
     dlse = None if grad_lse is None else grad_lse.float().contiguous()
-    axis, count = chunking(p, backward_config(p).d)
-    work = Workspace(p, count)
-    for chunk, tensors in chunks(p, axis, count, output.out, output.lse, grad_out, dlse, work.delta, work.dq, work.dk, work.dv):
-        run_backward(chunk, plan, work, BackwardTensors(*tensors))
-    return Gradients(work.dq, work.dk, work.dv, sinks_gradient(p, output, work.delta))
+    name = ("backward", backward_key(p, output.out, output.lse, grad_out, dlse))
+    ready = plan.prepared(name, p, "hopper", lambda: _prepared_backward(p, output, grad_out, dlse))
+    if ready is not None:
+        return ready.run(p, output, grad_out, dlse)
+    if _can_train(p) and not tma_can_load(grad_out):
+        aligned = grad_out.clone(memory_format=torch.contiguous_format)  # a copy even of a contiguous one, which may begin anywhere
+        return backward(p, plan, output, aligned, grad_lse, wanted)
+    return triton_run.backward(p, plan, output, grad_out, grad_lse, wanted)
 
 
-def run_backward(p: Problem, plan: GpuPlan, work: Workspace, t: BackwardTensors) -> None:
-    """One chunk: dQ, dK, dV and delta into their tensors."""
-    name = ("hopper backward", backward_key(p, t.out, t.lse, t.grad_out, t.dlse))
-    plan.prepared(name, p, lambda: Backward(p, work, t)).run(p, work, t)
+def _prepared_backward(p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None) -> "Backward | None":
+    return Backward(p, output, grad_out, dlse) if _can_train(p) and tma_can_load(grad_out) else None
 
 
-class Backward:
-    """Three launches: delta, lse and cleared sums of dQ; dK, dV and the sums; dQ from its sums, and again what was found not finite."""
+def _can_train(p: Problem) -> bool:
+    """Saved tensors may come back elsewhere and otherwise laid out than they went (offloading does that)."""
+    return refuse_backward(p, learns=False) is None and all([tma_can_load(t) for t in (p.query, p.key, p.value)])
 
-    def __init__(self, p: Problem, work: Workspace, t: BackwardTensors) -> None:
+
+class Backward(Pass):
+    """Three launches for each chunk: delta, lse and cleared sums of dQ; dK, dV and the sums; dQ from its sums, and again what was found not finite."""
+
+    def __init__(self, p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None) -> None:
+        self._axis, self._count = chunking(p, backward_config(p).d)
+        self._workspace = backward_workspace(p, self._count)
+        work = Work(*self._workspace.tensors(self._workspace.allocate()))
+        given = BackwardTensors(output.out, output.lse, grad_out, dlse, work.delta, *_empty_gradients(p))
+        q, t = list(self._chunks(p, given))[min(1, self._count - 1)]  # where rows of lse begin on fewer bytes than 16 in some chunk, they do in the second
         before = launches.bwd_preprocess_tensors(t.out, t.lse, t.grad_out, t.dlse, t.delta, work)
-        after = launches.bwd_postprocess_tensors(p, t.lse, t.grad_out, t.delta, (t.dq, t.dk, t.dv), work)
-        self._preprocess = prepare(launches.bwd_preprocess_launch(p, before), p.device)
-        self._bwd = prepare(launches.bwd_launch(p, launches.bwd_tensors(p, t.grad_out, t.dk, t.dv, work)), p.device)
-        self._postprocess = prepare(launches.bwd_postprocess_launch(p, after), p.device)
+        after = launches.bwd_postprocess_tensors(q, t.lse, t.grad_out, t.delta, (t.dq, t.dk, t.dv), work)
+        self._preprocess = prepare(launches.bwd_preprocess_launch(q, before), p.device)
+        self._bwd = prepare(launches.bwd_launch(q, launches.bwd_tensors(q, t.grad_out, t.dk, t.dv, work)), p.device)
+        self._postprocess = prepare(launches.bwd_postprocess_launch(q, after), p.device)
 
-    def run(self, p: Problem, work: Workspace, t: BackwardTensors) -> None:
-        seed, inputs = seed_of(p), (p.query, p.key, p.value, t.grad_out)
-        self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, work.lse_padded, work.delta_padded, t.delta, work.dq_sums])
-        self._bwd.launch([*inputs, t.dk, t.dv, work.dq_sums, work.lse_padded, work.delta_padded, work.nonfinite, seed])
-        self._postprocess.launch([*inputs, t.lse, t.delta, t.dq, t.dk, t.dv, work.dq_sums, work.nonfinite, seed])
+    def run(self, p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None) -> Gradients:
+        memory, grads, seed = self._workspace.allocate(), _empty_gradients(p), seed_of(p)
+        work = Work(*self._workspace.parts(memory))
+        delta = work.delta if self._count == 1 and p.sinks is None else self._workspace.tensors(memory)[0]
+        for q, t in self._chunks(p, BackwardTensors(output.out, output.lse, grad_out, dlse, delta, *grads)):
+            inputs = (q.query, q.key, q.value, t.grad_out)
+            self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, work.lse_padded, work.delta_padded, t.delta, work.dq_sums])
+            self._bwd.launch([*inputs, t.dk, t.dv, work.dq_sums, work.lse_padded, work.delta_padded, work.nonfinite, seed])
+            self._postprocess.launch([*inputs, t.lse, t.delta, t.dq, t.dk, t.dv, work.dq_sums, work.nonfinite, seed])
+        return Gradients(*grads, None if p.sinks is None else sinks_gradient(p, output, delta))
+
+    def _chunks(self, p: Problem, t: BackwardTensors) -> Iterable[tuple[Problem, BackwardTensors]]:
+        if self._count == 1:
+            return [(p, t)]
+        return [(chunk, BackwardTensors(*tensors)) for chunk, tensors in chunks(p, self._axis, self._count, *t)]
+
+
+def _empty_gradients(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Laid out as the inputs are: what made those need not copy their gradients."""
+    return torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value)

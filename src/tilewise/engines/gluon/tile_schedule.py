@@ -12,13 +12,15 @@ from tilewise.engines.gluon.config import BackwardConfig, ForwardConfig, forward
 from tilewise.engines.gluon.mask_bits import pack_mask_bits_launch
 from tilewise.engines.gluon.patches import in_strips
 from tilewise.engines.gpu.arguments import mask_within_given_tiles
-from tilewise.engines.gpu.launch import Launch, prepare
+from tilewise.engines.gpu.device_map import DeviceMap, captures_of, device_map_of, is_made_on_device
+from tilewise.engines.gpu.launch import AnyTensor, Find, Launch, flat, prepare
 from tilewise.engines.gpu.tile_classifier import kernel_map
-from tilewise.engines.gpu.tile_schedule import TileSchedule, key_schedule, query_schedule
+from tilewise.engines.gpu.tile_schedule import TileSchedule, key_schedule, query_schedule, schedule_from
 from tilewise.tiles import TileMap
 
 ROW_BYTES = 16  # of a tile's mask bits
 MAX_BYTES = 128 * 2**20  # of all mask bits; a mask that decides in more tiles than that is evaluated where it is used, by the Triton engine
+UNKNOWN_DENSITY = 0.5  # of maps that are made on the device, which tell nobody how dense they are: that of a causal one
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class HopperSchedule:
     """A tile schedule with mask bits."""
 
     tiles: TileSchedule
-    tensors: tuple[Any, ...] = (None,) * 8  # order, tiles and masked tiles of each row, offsets, start, count, each row's first mask bits, all mask bits
+    tensors: tuple[Any, ...] = (None,) * 8  # order, tiles and masked tiles of each row, offsets, starts, stops, each row's first mask bits, all mask bits
     density: float = 1.0  # share of the tiles that are visited
 
     @property
@@ -60,8 +62,8 @@ class MapAxis(NamedTuple):
         """Rows and columns of a tile's mask bits."""
         return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
 
-    def schedule(self, p: Problem) -> TileSchedule:
-        return key_schedule(p, self.tile) if self.by_keys else query_schedule(p, self.tile)
+    def schedule(self, p: Problem, find: Find = device_map_of) -> TileSchedule:
+        return key_schedule(p, self.tile, find) if self.by_keys else query_schedule(p, self.tile, find)
 
     def tile_map(self, p: Problem) -> TileMap | None:
         return kernel_map(p, self.tile)
@@ -77,7 +79,7 @@ def key_axis(config: BackwardConfig) -> MapAxis:
 
 def too_many_mask_bits(p: Problem) -> bool:
     """Whether a mask decides in so many tiles that its bits would be large. Those of the backward take up to twice as much."""
-    if p.mask is None:
+    if p.mask is None or is_made_on_device(p):  # there is room for the bits of every tile
         return False
     uses = p.mask.program.uses
     most = (p.batch if "b" in uses else 1) * (p.heads if "h" in uses else 1) * p.q_len * p.kv_len // 4
@@ -88,8 +90,11 @@ def too_many_mask_bits(p: Problem) -> bool:
     return tile_map is not None and remembered(tile_map, "partial tiles", tile_map.partial.total) * axis.rows * ROW_BYTES > MAX_BYTES
 
 
-def hopper_schedule(p: Problem, axis: MapAxis) -> HopperSchedule:
+def hopper_schedule(p: Problem, axis: MapAxis, find: Find = device_map_of) -> HopperSchedule:
     """Of a problem whose mask sees tokens in the order in which they are computed."""
+    made = None if p.device.type == "meta" else find(p)
+    if made is not None:
+        return _made_on_device(p, axis, made)
     tiles = axis.schedule(p)
     if not tiles.mapped:
         return HopperSchedule(tiles)
@@ -102,21 +107,39 @@ def hopper_schedule(p: Problem, axis: MapAxis) -> HopperSchedule:
 
 
 def _with_mask_bits(p: Problem, axis: MapAxis, tiles: TileSchedule) -> HopperSchedule:
-    order, offsets, start, count = tiles.tensors
-    before = torch.nn.functional.pad(torch.cumsum(count, 0), (1, 0)).int()  # tiles before each run
-    at = before.index_select(0, offsets)  # tiles before each kind of runs of each row: full, cut, partial
-    masked = at[3::3] - at[1::3]
+    order, offsets, starts, stops = tiles.tensors
+    before = torch.nn.functional.pad(torch.cumsum(stops - starts, 0), (1, 0)).int()  # tiles before each run
+    at = before.index_select(0, offsets).view(-1, 4)  # tiles before each kind of runs of each row: full, cut, partial; and before its end
+    visited, masked = (at[:, 3] - at[:, begin] for begin in (0, 1))
     ends = torch.cumsum(masked, 0)
-    total, visited = torch.stack([ends[-1], before[-1]]).tolist()
+    total, all_visited = torch.stack([ends[-1], before[-1]]).tolist()
     first = (ends - masked).int()
     bits = torch.empty((max(total, 1), axis.bits_shape[0], 4), dtype=torch.int32, device=p.device)
     if total > 0:
-        prepare(bits_launch(p, axis, bits, tiles, first), p.device).launch([bits])
+        launch = bits_launch(p, axis, bits, tiles, first)
+        prepare(launch, p.device).launch(flat(launch.tensors))
     maps.weigh(bits.nbytes)
     publish(p.device)
-    all_tiles = len(masked) * -(-(p.q_len if axis.by_keys else p.kv_len) // axis.columns)
-    return HopperSchedule(tiles, (order, at[::3].diff(), masked, offsets, start, count, first, bits), visited / all_tiles)
+    return HopperSchedule(tiles, (order, visited, masked, offsets, starts, stops, first, bits), all_visited / (len(masked) * columns_of(p, axis)))
 
 
-def bits_launch(p: Problem, axis: MapAxis, bits: Tensor, tiles: TileSchedule, first: Tensor) -> Launch:
+def _made_on_device(p: Problem, axis: MapAxis, made: DeviceMap) -> HopperSchedule:
+    tables = made.rows(axis.tile, axis.by_keys)
+
+    def make() -> HopperSchedule:
+        tiles = schedule_from(made, tables, axis.tile, axis.by_keys)
+        bits = made.empty((len(tables.order) * columns_of(p, axis), axis.bits_shape[0], 4))
+        launch = made.recipe.launch(("pack_mask_bits", axis), lambda: bits_launch(p, axis, bits, tiles, tables.first_bits))
+        launch.launch([bits, *tiles.tensors[1:], tables.first_bits, *captures_of(p)])
+        return HopperSchedule(tiles, (*tables, bits), UNKNOWN_DENSITY)
+
+    return made.remember(axis, make)
+
+
+def columns_of(p: Problem, axis: MapAxis) -> int:
+    """Tiles of a row."""
+    return -(-(p.q_len if axis.by_keys else p.kv_len) // axis.columns)
+
+
+def bits_launch(p: Problem, axis: MapAxis, bits: Tensor, tiles: TileSchedule, first: AnyTensor) -> Launch:
     return pack_mask_bits_launch(p, axis.bits_shape, axis.by_keys, axis.transposed, bits, tiles, first)

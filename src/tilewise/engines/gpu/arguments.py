@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.core.problem import Problem
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.gpu.config import dot_precision, padded_dim
-from tilewise.engines.gpu.kernel_args import AlignedStrides, AttentionConstants, Mods, Schedule, Shape, Strides
+from tilewise.engines.gpu.kernel_args import AlignedStrides, AttentionConstants, Mods, PlaceArgs, Schedule, Shape, Strides
 from tilewise.engines.gpu.limits import interpreted
 from tilewise.engines.gpu.mods import mod_arguments, scales
 from tilewise.engines.gpu.tile_schedule import TileSchedule
@@ -31,12 +31,17 @@ def shape_of(p: Problem) -> Shape:
 
 
 def schedule_of(schedule: TileSchedule) -> Schedule:
-    order, offsets, starts, counts = schedule.tensors
-    return Schedule(order, offsets, starts, counts, schedule.strides)
+    order, offsets, starts, stops = schedule.tensors
+    return Schedule(order, offsets, starts, stops, schedule.strides)
 
 
 def mods_of(p: Problem) -> Mods:
-    return Mods(scales(p), dropout_scale(p), threshold(p.dropout_p), **mod_arguments(p))
+    return Mods(scales(p), dropout_scale(p), threshold(p.dropout_p), **mod_arguments(p), places=_places_of(p))
+
+
+def _places_of(p: Problem) -> PlaceArgs | tuple[()]:
+    places = p.dropout_places
+    return () if places is None else PlaceArgs(*places.squares, places.batch, places.head)
 
 
 def attention_constants(p: Problem, tile: tuple[int, int], mapped: bool, stages: int = 1, masked_stages: int = 1) -> AttentionConstants:
@@ -50,6 +55,7 @@ def attention_constants(p: Problem, tile: tuple[int, int], mapped: bool, stages:
         mapped=mapped,
         given=mask_within_given_tiles(p),
         dropout=p.dropout_p > 0,
+        placed=p.dropout_places is not None,
         sinks=False,
         precision=dot_precision(p.dtype),
         upcast=interpreted() and p.dtype == torch.bfloat16,

@@ -25,8 +25,10 @@ def chunking(p: Problem, columns: int) -> tuple[int, int]:
     problem that knows nothing of the others: only where nothing is computed from the number of a batch or head."""
     needed = sums_rows(p) * columns * 4
     axis = 0 if p.batch > 1 else 1
+    if needed <= MAX_SUMS_BYTES:
+        return axis, 1
     numbered = any(["bh"[axis] in bound.program.uses for bound in (p.mask, p.score) if bound is not None])
-    if needed <= MAX_SUMS_BYTES or numbered or p.dropout_p > 0 or p.tiles is not None:
+    if numbered or p.dropout_p > 0 or p.tiles is not None:
         return axis, 1
     size = p.batch if axis == 0 else p.kv_heads
     return axis, next(n for n in range(1, size + 1) if size % n == 0 and (needed <= n * MAX_SUMS_BYTES or n == size))

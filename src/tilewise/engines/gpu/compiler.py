@@ -23,7 +23,7 @@ TENSOR_MEMORY, TOO_MUCH = 512, 2**20  # columns of it that Blackwell has; bytes 
 RED_ADD = "red.relaxed.gpu.global.add.f32"  # what primitives.red_add does for every element
 
 # Whose source is read first, where several are waiting: those that are read in no time, then those that take longest after it; the others last.
-READ_FIRST = ("classify", "bwd_preprocess", "decode_combine", "hopper_bwd_preprocess", "bwd", "hopper_fwd", "hopper_bwd")
+READ_FIRST = ("classify", "base_states", "bwd_preprocess", "decode_combine", "hopper_bwd_preprocess", "bwd", "hopper_fwd", "hopper_bwd")
 # Triton reads a kernel's source in Python, which only one thread can do at a time anyway. Here they take turns, because Triton sets the process's
 # filters of warnings meanwhile, and because some versions of Python count the depth of all threads' syntax trees together (python/cpython#106905).
 _reading = build_queue.PriorityLock()
@@ -43,7 +43,7 @@ def compiled(request: KernelRequest, table: Mapping[str, Any]) -> dict[str, byte
     turn = READ_FIRST.index(request.kernel) if request.kernel in READ_FIRST else len(READ_FIRST)
     source = source_class(function, turn)(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=fixed, attrs=attributes)
     # Kernels of 32-bit inputs round every product: s * c - max(s) * c is 0 for the largest s, however large, but not if a product is left unrounded.
-    # `classify` does too, because a rounding may decide about a whole tile.
+    # `classify` and `base_states` do too, because a rounding may decide about a whole tile.
     options = {"num_warps": request.warps, "num_stages": request.stages, "enable_fp_fusion": request.fp_fusion}
     _hash_triton()
     give_triton_a_folder()

@@ -34,17 +34,7 @@ class UnusableBinary(RuntimeError):
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    cuda = ctypes.CDLL("libcuda.so.1")
-    cuda.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    return cuda
-
-
-@lru_cache(maxsize=1)
-def replace_address() -> Any:
-    """Sets the address of a tensor map. Drivers before CUDA 12 have no tensor maps, so this is looked up when a kernel has one."""
-    function = library().cuTensorMapReplaceAddress
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return function
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def check(code: int, what: str) -> None:
@@ -109,6 +99,35 @@ def tensor_map(t: Tensor, box: Box) -> bytes:
     return ctypes.string_at(address, MAP_BYTES)
 
 
+def finds_map_addresses() -> bool:
+    """Whether the driver keeps a tensor map's address in a known place. A constant to torch.compile."""
+    try:
+        return map_address_offset() is not None
+    except (AttributeError, OSError, RuntimeError):  # a driver without tensor maps, or none
+        return False
+
+
+finds_map_addresses._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without what it imports
+
+
+@lru_cache(maxsize=1)
+def map_address_offset() -> int | None:
+    """Where a tensor map holds its tensor's address, so that another one can be written there: for the driver to do it takes a call each time.
+    Nothing documents that, so the driver is asked to change an address, and what changes is looked for; None if that is not one word."""
+    before, after = 2**40, 2**41 + 4096
+    raw = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    at = aligned_address(raw)
+    sizes, strides, box, steps = (ctypes.c_uint64 * 2)(64, 64), (ctypes.c_uint64 * 1)(128), (ctypes.c_uint32 * 2)(64, 64), (ctypes.c_uint32 * 2)(1, 1)
+    encode = library().cuTensorMapEncodeTiled
+    check(encode(ctypes.c_void_p(at), MAP_DTYPES[torch.float16], 2, ctypes.c_void_p(before), sizes, strides, box, steps, 0, 0, 0, 0), "describing a tensor")
+    given = ctypes.string_at(at, MAP_BYTES)
+    check(library().cuTensorMapReplaceAddress(ctypes.c_void_p(at), ctypes.c_void_p(after)), "setting a tensor's address")
+    replaced = ctypes.string_at(at, MAP_BYTES)
+    offset = given.find(struct.pack("P", before))
+    is_a_word = offset >= 0 and offset % 8 == 0 and replaced == given[:offset] + struct.pack("P", after) + given[offset + 8 :]
+    return offset if is_a_word else None
+
+
 def aligned_address(buffer: Any) -> int:
     return -(-ctypes.addressof(buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
@@ -121,6 +140,24 @@ def places_of(types: list[str]) -> tuple[list[int], int]:
         places.append(-(-end // alignment) * alignment)
         end = places[-1] + size
     return places, end
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: cuLaunchKernelEx takes 4 arguments instead of cuLaunchKernel's 11, each of which ctypes converts in every call."""
+
+    _fields_ = (
+        *[(name, ctypes.c_uint) for name in ("programs", "grid_y", "grid_z", "threads", "block_y", "block_z", "shared_bytes")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class OwnPlaces(NamedTuple):
+    """Which 8-byte words of the packed arguments hold the addresses of a call's own tensors: tensor maps first, then pointers side by side."""
+
+    maps: tuple[int, ...]
+    pointers: slice
 
 
 class Kernel:
@@ -139,25 +176,24 @@ class Kernel:
         if shared > STATIC_SHARED:
             check(cuda.cuFuncSetAttribute(function, DYNAMIC_SHARED, shared), "reserving shared memory")
         self._function = function
-        self._threads = 32 * warps
-        self._shared = shared
+        self._config = LaunchConfig(1, 1, 1, 32 * warps, 1, 1, shared, None, None, 0)
+        self._at_config = ctypes.byref(self._config)
+        self._start = cuda.cuLaunchKernelEx
         self._boxes = boxes
         self._types = [*types, *["*extra"] * extra_pointers]
         self._places, self._size = places_of(self._types)
-        self._maps_at = [place for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]
         self._buffer = ctypes.create_string_buffer(self._size + MAP_ALIGNMENT)
         self._address = aligned_address(self._buffer)
-        self._offset = self._address - ctypes.addressof(self._buffer)
-        self._in_place: Image | None = None  # whose arguments the buffer holds
+        self._words: Any = (ctypes.c_uint64 * (self._size // 8)).from_address(self._address)
+        self._in_place: bytes | None = None  # the arguments that the buffer holds
         self._parameters = (ctypes.c_void_p * len(self._places))(*[self._address + place for place in self._places])
         self._lock = new_lock()  # the driver copies the buffer while it launches a kernel, not later
 
-    def image(self, tma_tensors: list[Tensor], addresses: list[int], static_values: list[Any]) -> "Image":
-        """All arguments in place."""
+    def packed(self, tma_tensors: list[Tensor], addresses: list[int], static_values: list[Any]) -> bytes:
+        """All arguments, as the driver wants them in memory."""
         values: list[Any] = []
         for t, box in zip(tma_tensors, self._boxes, strict=True):
             values += [tensor_map(t, box), *t.shape, *t.stride()]
-        pointers = len(values)
         values += [*addresses, *static_values]
         values += [0] * (len(self._types) - len(values))
         raw = bytearray(self._size)
@@ -166,29 +202,31 @@ class Kernel:
                 raw[place : place + MAP_BYTES] = value
             else:
                 struct.pack_into(PACK.get(kind, "P"), raw, place, value)
-        at = self._places[pointers] if addresses else 0
-        return Image(bytes(raw), at, struct.Struct(f"{len(addresses)}P"))
+        return bytes(raw)
 
-    def launch(self, programs: int, stream: int, image: "Image", tma_addresses: list[int], addresses: list[int]) -> None:
+    def address_places(self, own: int) -> tuple[OwnPlaces, list[int]]:
+        """Where addresses lie among the packed arguments: those of the call's own tensors (tensor maps, then `own` pointers), and those of static tensors."""
+        maps = [place + (map_address_offset() or 0) for place, t in zip(self._places, self._types, strict=True) if t == TENSOR_MAP]  # never None: gluon refuses
+        pointers = [place for place, t in zip(self._places, self._types, strict=True) if t.startswith("*") and t != "*extra"]
+        first = pointers[0] // 8 if own else 0
+        assert pointers[:own] == [8 * (first + n) for n in range(own)]
+        return OwnPlaces(tuple([place // 8 for place in maps]), slice(first, first + own)), pointers[own:]
+
+    def launch(self, programs: int, stream: int, packed: bytes, places: OwnPlaces, addresses: list[int]) -> None:
+        """With packed arguments, and these addresses in their places."""
+        maps, pointers = places
         with self._lock:
-            if self._in_place is not image:
-                ctypes.memmove(self._address, image.raw, len(image.raw))
-                self._in_place = image
-            if addresses:
-                image.pointers.pack_into(self._buffer, self._offset + image.pointers_at, *addresses)
-            for place, address in zip(self._maps_at, tma_addresses, strict=True):
-                check(replace_address()(self._address + place, address), "setting a tensor's address")
-            code = library().cuLaunchKernel(self._function, programs, 1, 1, self._threads, 1, 1, self._shared, stream, self._parameters, None)
+            if self._in_place is not packed:
+                ctypes.memmove(self._address, packed, len(packed))
+                self._in_place = packed
+            for word, address in zip(maps, addresses, strict=False):
+                self._words[word] = address
+            self._words[pointers] = addresses[len(maps) :] if maps else addresses
+            config = self._config
+            config.programs, config.stream = programs, stream
+            code = self._start(self._at_config, self._function, self._parameters, None)
         if code != 0:
             check(code, "launching a kernel")
-
-
-class Image(NamedTuple):
-    """The arguments of calls that differ only in the addresses of their own tensors."""
-
-    raw: bytes
-    pointers_at: int
-    pointers: struct.Struct
 
 
 def is_capturing(stream: int) -> bool:
@@ -199,3 +237,23 @@ def is_capturing(stream: int) -> bool:
 def current_stream(device: int) -> int:
     """The stream's handle, the quick way that torch's own compiler takes."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def current_device() -> int:
+    """torch.cuda.current_device, for whoever holds a tensor of a GPU: it does not ask whether CUDA has begun."""
+    return torch._C._cuda_getDevice()
+
+
+def stream_of(device: torch.device) -> int:
+    """The device's current stream; 0 where there are none."""
+    return 0 if device.type != "cuda" else current_stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def capture_id(stream: int) -> int:
+    """Which capture of a CUDA graph, of all in this process, the current stream takes part in; 0 if it takes part in none."""
+    if not is_capturing(stream):
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    asked = library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    check(asked, "asking which graph is captured")
+    return number.value

@@ -1,6 +1,7 @@
 """An engine whose kernels Triton compiles."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
 from tilewise.engines.gpu.build_queue import on_first_build
+from tilewise.engines.gpu.driver import current_device
 from tilewise.engines.gpu.plan import GpuPlan
 
 
@@ -35,6 +37,16 @@ class GpuEngine(Engine):
     def plan(self, problem: Problem) -> GpuPlan:
         return GpuPlan(problem)
 
+    def is_capturable(self, problem: Problem) -> bool:
+        from tilewise.engines.gpu import graph_memory
+
+        return problem.device.type == "cuda" and graph_memory.is_capturable(problem)
+
+    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
+        from tilewise.engines.gpu import graph_memory
+
+        return graph_memory.run(problem, call)
+
     def forward(self, problem: Problem, plan: Plan) -> Output:
         with on_first_build(lambda: self.background_builds().forward(problem)):
             if is_current(problem.device):
@@ -51,4 +63,4 @@ class GpuEngine(Engine):
 
 
 def is_current(device: torch.device) -> bool:
-    return device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device()
+    return device.type != "cuda" or device.index is None or device.index == current_device()

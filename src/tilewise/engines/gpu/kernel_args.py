@@ -35,8 +35,17 @@ class Schedule(NamedTuple):
     order: Tensor | None
     offsets: Tensor | None
     starts: Tensor | None
-    counts: Tensor | None
+    stops: Tensor | None
     strides: tuple[int, int]  # (batch, head), in rows of the map
+
+
+class PlaceArgs(NamedTuple):
+    """Where a part of a problem lies in the whole (core/places.py)."""
+
+    query_squares: Tensor
+    key_squares: Tensor
+    batch: int
+    head: int
 
 
 class Mods(NamedTuple):
@@ -47,6 +56,7 @@ class Mods(NamedTuple):
     threshold: int
     mask: tuple[Any, ...]
     score: tuple[Any, ...]
+    places: PlaceArgs | tuple[()] = ()  # only where dropout is drawn for a part of a problem
 
 
 class TileGeometry(NamedTuple):
@@ -59,6 +69,30 @@ class TileGeometry(NamedTuple):
     n_kv: int
     m: int
     n: int
+
+
+class BaseGeometry(NamedTuple):
+    """The base tiles of a mask, and how many programs share a row of them."""
+
+    n_heads: int
+    n_rows: int
+    n_columns: int
+    n_blocks: int
+    n_q: int
+    n_kv: int
+
+
+class RowsGeometry(NamedTuple):
+    """The rows of a tile map along one axis, over tiles across it, and the base tiles they are made of."""
+
+    n_rows: int  # of a (batch, head)
+    n_columns: int
+    n_half: int  # the most runs of one kind that a row can have
+    is_cut: int  # whether the end of the sequence cuts the last tile of a row
+    n_along: int  # base tiles
+    n_across: int
+    s_along: int
+    s_across: int
 
 
 # -- arguments of kernels that both engines have ------------------------------------------------------------------------
@@ -131,6 +165,7 @@ class AttentionConstants(KernelConstants):
     mapped: bool  # there is a tile map; otherwise every tile is full
     given: bool  # the caller gave the tiles, and the mask applies inside the partial ones alone
     dropout: bool
+    placed: bool  # dropout is drawn for a part of a problem, by its places in the whole
     sinks: bool
     precision: str  # tl.dot's input_precision
     upcast: bool  # compute in float32: Triton's interpreter has no bfloat16
@@ -146,3 +181,27 @@ class ClassifyConstants(KernelConstants):
     rows: int  # elements of the mask evaluated at a time
     columns: int
     tiles_per_program: int
+
+
+@dataclass(frozen=True)
+class BaseConstants(KernelConstants):
+    forbids: int  # bits of a state
+    allows: int
+    size: int  # of a base tile
+    columns: int  # keys that a program evaluates
+
+
+@dataclass(frozen=True)
+class RowsConstants(KernelConstants):
+    forbids: int
+    allows: int
+    along: int  # base tiles of a tile
+    across: int
+    padded_along: int  # the same as powers of two
+    padded_across: int
+    chunk: int  # tiles looked at together; even, so that a row of n tiles has at most n / 2 runs of one kind, rounded up
+
+
+@dataclass(frozen=True)
+class OrderConstants(KernelConstants):
+    chunk: int

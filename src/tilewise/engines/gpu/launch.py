@@ -1,23 +1,32 @@
-"""From a kernel's arguments to a launch: types are read off once, arguments packed once, and the same call launches again at once.
+"""From a kernel's arguments to a launch, in three steps that are repeated ever more often:
+
+    prepare     the kernel is looked up and everything packed that calls of one structure share: once for a structure
+    bind        the addresses of what follows contents are put in: the mask's and the score's tensors, tile schedules, places; once for a layout of documents
+    launch      the addresses of the call's own tensors, and off it goes: in every call
 
 Every integer is passed as it is, so that no value of it ever makes a new kernel. What does is the arguments' types, whether rows
 can be loaded 16 bytes at a time, and the constants (see kernel_cache).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tilewise.core.problem import Problem
 from tilewise.engines.gpu import kernel_cache
-from tilewise.engines.gpu.driver import Kernel, current_stream, enter_context, is_capturing
+from tilewise.engines.gpu.driver import Kernel, OwnPlaces, current_stream, enter_context, is_capturing
 from tilewise.engines.gpu.generated import Generated
-from tilewise.engines.gpu.kernel_args import AlignedStrides, Schedule, Strides
+from tilewise.engines.gpu.kernel_args import AlignedStrides, Strides
 from tilewise.engines.gpu.kernel_cache import architecture
 from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, TmaBlock
 from tilewise.engines.gpu.limits import interpreted
 
+ADDRESS = struct.Struct("P")
 POINTER = {
     torch.bool: "*i1",
     torch.uint8: "*u8",
@@ -39,6 +48,65 @@ class TmaTensor(NamedTuple):
     block: tuple[int, ...]
 
 
+class Stretch:
+    """A stretch of a tensor of int32 that kernels are given by its address: a view of it takes longer to make than a launch."""
+
+    __slots__ = ("_at", "_memory", "_size")
+    dtype = torch.int32
+
+    def __init__(self, memory: Tensor, at: int, size: int) -> None:
+        self._memory, self._at, self._size = memory, at, size
+
+    def data_ptr(self) -> int:
+        return self._at
+
+    def __len__(self) -> int:
+        return self._size
+
+    def record_stream(self, stream: Any) -> None:
+        self._memory.record_stream(stream)
+
+    def view(self) -> Tensor:
+        """What lies there, to look at."""
+        begin = (self._at - self._memory.data_ptr()) // 4
+        return self._memory[begin : begin + self._size]
+
+
+AnyTensor = Tensor | Stretch
+
+
+def stretches(memory: Tensor, sizes: Sequence[int]) -> Sequence[AnyTensor]:
+    """The parts of a tensor of int32, one after the other. The interpreter needs tensors."""
+    if interpreted():
+        views: Sequence[Tensor] = memory.split(list(sizes))
+        return views
+    found, at = [], memory.data_ptr()
+    for size in sizes:
+        found.append(Stretch(memory, at, size))
+        at += 4 * size
+    return found
+
+
+Find = Callable[[Problem], Any]  # finds the map of a problem that is made on the device, or None (device_map.py)
+# Tensors that a kernel's static arguments hold, of a problem: its captures, a tile schedule of it, its places.
+Source = Callable[[Problem, Find], Sequence[AnyTensor | None]]
+
+
+def mask_captures(p: Problem, _: Find) -> tuple[Tensor, ...]:
+    return () if p.mask is None else p.mask.captures
+
+
+def score_captures(p: Problem, _: Find) -> tuple[Tensor, ...]:
+    return () if p.score is None else p.score.captures
+
+
+def place_squares(p: Problem, _: Find) -> tuple[Tensor, ...]:
+    return () if p.dropout_places is None else p.dropout_places.squares
+
+
+CAPTURES = (mask_captures, score_captures)
+
+
 class Launch(NamedTuple):
     """A kernel to be launched: how many programs, with what."""
 
@@ -51,58 +119,131 @@ class Launch(NamedTuple):
     warps: int
     stages: int
     fp_fusion: bool = True  # False: every product is rounded before it is added (see compiler.py)
+    sources: tuple["Source", ...] = ()  # where the tensors of `static_args` come from, in their order
 
 
 # Values of `Launch.tensors` are tensors, None, TmaTensors, or tuples of them. A kernel is compiled for the 16-byte alignment of the pointers that are
 # arguments of their own or fields of a NamedTuple. Pointers in plain tuples, and in any tuple of `static_args`, count as unaligned.
 
 
-class PreparedLaunch:
-    """A kernel with its arguments packed. Calls that differ only in their tensors' addresses launch it again."""
+class BoundLaunch:
+    """A kernel with everything in place but the addresses of a call's own tensors."""
 
-    def __init__(self, launch: Launch, kernel: Kernel, static_values: list[Any], device: int) -> None:
-        self._kernel = kernel
-        self._programs = launch.programs
-        tensors = flat(launch.tensors)
-        tma_tensors = [t.tensor for t in launch.tensors.values() if type(t) is TmaTensor]
-        self._tma = len(tma_tensors)
-        self._image = kernel.image(tma_tensors, [t.data_ptr() for t in tensors[self._tma :] if t is not None], static_values)
-        self.device = device
-        self._schedule = schedule_tensors(launch.static_args)  # packed by address: kept alive
+    __slots__ = ("_kept", "_kernel", "_packed", "_places", "_programs", "_shared", "_streams", "device")
+
+    def __init__(self, kernel: Kernel, packed: bytes, programs: int, places: OwnPlaces, kept: Sequence[Any], device: int, for_stream: bool) -> None:
+        self._kernel, self._packed, self._programs, self._places, self.device = kernel, packed, programs, places, device
+        self._kept = kept  # tile schedules and tables of places, packed by address: kept alive. Captures are their owner's
+        self._shared = not for_stream and len(kept) > 0
         self._streams: set[int] = set()
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
-        """With these tensors, in the order of the kernel's parameters; None where there was none."""
+    def launch(self, tensors: Sequence[AnyTensor | int | None]) -> None:
+        """With these tensors (or addresses), in the order of the kernel's parameters; None where there was none."""
         enter_context(self.device)  # this may be a thread's first call
         stream = current_stream(self.device)
-        if self._schedule and (stream not in self._streams or is_capturing(stream)):
+        if self._shared and (stream not in self._streams or is_capturing(stream)):
             self._used_on(stream)
-        addresses = [t.data_ptr() for t in tensors if t is not None]
-        self._kernel.launch(self._programs, stream, self._image, addresses[: self._tma], addresses[self._tma :])
+        addresses = [t if isinstance(t, int) else t.data_ptr() for t in tensors if t is not None]
+        self._kernel.launch(self._programs, stream, self._packed, self._places, addresses)
+
+    def bind(self, p: Problem, find: Find, for_stream: bool = False) -> "BoundLaunch":
+        return self
 
     def _used_on(self, stream: int) -> None:
         """A tile schedule may have been made on another stream; when it goes, torch must not reuse its memory before this one is done with it.
         One that is captured in a graph stays: nobody tells when the graph goes."""
         if is_capturing(stream):
-            _captured.append(self._schedule)
+            if not getattr(_graph, "owns_schedules", False):
+                _captured.append(self._kept)
             return
-        for t in self._schedule:
+        for t in self._kept:
             t.record_stream(torch.cuda.current_stream(self.device))
         self._streams.add(stream)
 
 
 _captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
+_graph = threading.local()
+
+
+@contextmanager
+def schedules_of_the_graph() -> Iterator[None]:
+    """Schedules of what this thread captures are made within the graph, which fills their memory again before it reads it: they need not be kept."""
+    _graph.owns_schedules = True
+    try:
+        yield
+    finally:
+        _graph.owns_schedules = False
+
+
+class PreparedLaunch:
+    """A kernel, and its arguments packed but for addresses."""
+
+    def __init__(self, launch: Launch, kernel: Kernel, static_values: list[Any], device: int) -> None:
+        tensors = flat(launch.tensors)
+        maps = [t.tensor for t in launch.tensors.values() if type(t) is TmaTensor]
+        addresses = [t.data_ptr() for t in tensors[len(maps) :] if t is not None]
+        self._kernel, self._programs, self._sources, self.device = kernel, launch.programs, launch.sources, device
+        self._raw = kernel.packed(maps, addresses, static_values)
+        self._places, self._static_places = kernel.address_places(len(addresses))
+        tensors_given = static_tensors(launch.static_args)
+        self._dtypes = [t.dtype for t in tensors_given]
+        self._given = () if launch.sources else tensors_given
+        self._bound: BoundLaunch | None = None
+
+    def bind(self, p: Problem, find: Find, for_stream: bool = False) -> BoundLaunch:
+        """For a problem of the same structure, with its captures and its schedule, whose map `find` finds. `for_stream`: it will
+        be launched on the current stream alone, where the schedule is ready, and in the current capture if there is one."""
+        tensors: list[AnyTensor] = []
+        kept: list[AnyTensor] = []
+        for source in self._sources:
+            found = [t for t in source(p, find) if t is not None]
+            tensors += found
+            if source not in CAPTURES:
+                kept += found
+        return self._with(tensors, kept, for_stream)
+
+    def launch(self, tensors: Sequence[AnyTensor | int | None]) -> None:
+        """As it was prepared, for a launch that has no sources."""
+        if self._bound is None:
+            self._bound = self._with(self._given, self._given)
+        self._bound.launch(tensors)
+
+    def _with(self, tensors: Sequence[AnyTensor], kept: Sequence[AnyTensor], for_stream: bool = False) -> BoundLaunch:
+        if [t.dtype for t in tensors] != self._dtypes:  # a tensor in another's place would be read as what it is not
+            raise RuntimeError(f"a kernel's static arguments hold tensors of {self._dtypes}, its sources gave {[t.dtype for t in tensors]}")
+        raw = bytearray(self._raw)
+        for place, t in zip(self._static_places, tensors, strict=True):
+            ADDRESS.pack_into(raw, place, t.data_ptr())
+        return BoundLaunch(self._kernel, bytes(raw), self._programs, self._places, kept, self.device, for_stream)
+
+
+class KernelLaunch(Protocol):
+    """A launch, bound or not."""
+
+    @property
+    def device(self) -> int | None: ...
+
+    def bind(self, p: Problem, find: Find, for_stream: bool = False) -> "KernelLaunch": ...
+
+    def launch(self, tensors: Sequence[AnyTensor | int | None]) -> None: ...
 
 
 class InterpretedLaunch:
-    """The same in Triton's interpreter."""
+    """All three steps in Triton's interpreter."""
 
     device = None
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 
-    def launch(self, tensors: Sequence[Tensor | None]) -> None:
+    def bind(self, p: Problem, find: Find, for_stream: bool = False) -> "InterpretedLaunch":
+        tensors = [t for source in self._launch.sources for t in source(p, find) if t is not None]
+        left = iter(tensors)
+        static = {name: _rebound(value, left) for name, value in self._launch.static_args.items()}
+        assert [id(t) for t in static_tensors(static)] == [id(t) for t in tensors]
+        return InterpretedLaunch(self._launch._replace(static_args=static, sources=()))
+
+    def launch(self, tensors: Sequence[AnyTensor | int | None]) -> None:
         left = iter(tensors)
         named = {name: _refilled(value, left) for name, value in self._launch.tensors.items()}
         constants = {k: v.function() if isinstance(v, Generated) else v for k, v in self._launch.constants.items()}
@@ -110,7 +251,7 @@ class InterpretedLaunch:
         function[(self._launch.programs,)](**named, **self._launch.static_args, **constants)
 
 
-def prepare(launch: Launch, device: torch.device) -> PreparedLaunch | InterpretedLaunch:
+def prepare(launch: Launch, device: torch.device) -> KernelLaunch:
     """Look the kernel up, or build it, and pack its arguments."""
     if interpreted():
         return InterpretedLaunch(launch)
@@ -130,15 +271,15 @@ def prepare(launch: Launch, device: torch.device) -> PreparedLaunch | Interprete
     return PreparedLaunch(launch, kernel, values[pointers:], index)
 
 
-def flat(tensors: dict[str, Any]) -> list[Tensor | None]:
+def flat(tensors: dict[str, Any]) -> list[AnyTensor | None]:
     """A launch's tensors, in the order of the kernel's parameters."""
-    found: list[Tensor | None] = []
+    found: list[AnyTensor | None] = []
     for value in tensors.values():
         _flatten(value, found)
     return found
 
 
-def _flatten(value: Any, found: list[Tensor | None]) -> None:
+def _flatten(value: Any, found: list[AnyTensor | None]) -> None:
     if type(value) is TmaTensor:
         found.append(value.tensor)
     elif isinstance(value, tuple):
@@ -148,11 +289,18 @@ def _flatten(value: Any, found: list[Tensor | None]) -> None:
         found.append(value)
 
 
-def _refilled(value: Any, left: Iterator[Tensor | None]) -> Any:
+def _refilled(value: Any, left: Iterator[Any]) -> Any:
     """A value of `Launch.tensors` with the next tensors in place of its own."""
     if isinstance(value, tuple):
         return _like(value, [_refilled(v, left) for v in value])
     return next(left)
+
+
+def _rebound(value: Any, left: Iterator[AnyTensor]) -> Any:
+    """A value of `Launch.static_args` with the next tensors in place of its own."""
+    if isinstance(value, tuple) and not isinstance(value, Strides):
+        return _like(value, [_rebound(v, left) for v in value])
+    return next(left) if isinstance(value, Tensor) else value
 
 
 def _like(value: tuple[Any, ...], items: list[Any]) -> Any:
@@ -164,10 +312,9 @@ def _is_named(value: tuple[Any, ...]) -> bool:
     return hasattr(value, "_fields")
 
 
-def schedule_tensors(static_args: dict[str, Any]) -> list[Tensor]:
-    """Those of tile schedules: fields of a kernel's `args`, or the argument "tiles"."""
-    schedules = [static_args.get("tiles", ()), *[field for field in static_args.get("args", ()) if isinstance(field, Schedule)]]
-    return [t for schedule in schedules for t in schedule if isinstance(t, Tensor)]
+def static_tensors(static_args: dict[str, Any]) -> list[AnyTensor]:
+    """Those of a launch's static arguments, in the order of the kernel's parameters."""
+    return [t for t in flat(static_args) if isinstance(t, (Tensor, Stretch))]
 
 
 def _read(value: Any, types: list[Any], values: list[Any], aligned: bool = True) -> None:
@@ -207,7 +354,7 @@ def request_of(launch: Launch, arch: int) -> KernelRequest:
 
 def _type(value: Any, aligned: bool = True) -> Any:
     """The type of an argument as part of a kernel's name. A pointer that is known to be 16-byte aligned ends in `!`, if `aligned` asks for that."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, Stretch)):
         return POINTER[value.dtype] + "!" if aligned and value.data_ptr() % 16 == 0 else POINTER[value.dtype]
     if isinstance(value, TmaTensor):
         return TmaBlock(POINTER[value.tensor.dtype][1:], value.block)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from functools import lru_cache
 
 import torch
@@ -16,6 +17,7 @@ SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024
 MIN_SHARED_MEMORY = 99 * 1024  # on all other GPUs
 OLDEST_TRITON = (3, 3)
 INTERPRETED_SMS = 4
+DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows", "pytorch-triton-rocm", "pytorch-triton-xpu")  # packages that bring a module named triton
 
 
 def shared_memory(arch: int) -> int:
@@ -40,10 +42,29 @@ def tile_span(t: Tensor) -> int:
 def triton_older_than(oldest: tuple[int, int]) -> str | None:
     """Why the installed Triton cannot be used; None if it can."""
     if importlib.util.find_spec("triton") is None:
-        return "it is not usable because of missing package 'triton': pip install triton"
-    installed = importlib.metadata.version("triton")
-    if tuple(int(x) for x in installed.split(".")[:2]) < oldest:
+        return "Triton is not installed (pip install triton)"
+    installed = _triton_version()
+    if installed is not None and tuple(int(x) for x in installed.split(".")[:2]) < oldest:
         return f"it needs Triton {oldest[0]}.{oldest[1]} or newer, {installed} is installed"
+    return None
+
+
+def _triton_version() -> str | None:
+    """The version of whichever package brought Triton; None if it is a copy that no package brought, which is taken for a new one."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def cannot_launch() -> str | None:
+    """Why no kernel can be launched on this machine's GPUs: they are loaded by NVIDIA's driver, through its library for Linux."""
+    if torch.version.cuda is None:
+        return "it needs an NVIDIA GPU; this torch was built for another kind"
+    if sys.platform != "linux":
+        return f"it loads its kernels through the CUDA driver's library for Linux, got {sys.platform}"
     return None
 
 

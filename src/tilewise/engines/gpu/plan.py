@@ -1,17 +1,20 @@
-"""What a GPU engine keeps for calls that are alike: the launches of both passes, ready to run again."""
+"""What a GPU engine keeps for calls that are alike: the launches of both passes, bound to the mask's and the score's tensors, ready to run again."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from tilewise.core.map_cache import contents_key
 from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.gpu import tuning
+from tilewise.engines.dropout import places_key
+from tilewise.engines.gpu import structure, tuning
 from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.device_map import is_made_on_device
+from tilewise.engines.gpu.driver import capture_id, current_device, stream_of
+from tilewise.engines.gpu.structure import MaybePass
 
 
 class ForwardPass(Protocol):
@@ -21,12 +24,11 @@ class ForwardPass(Protocol):
     def device(self) -> int | None:
         """The device its kernels are loaded on; None where they are interpreted."""
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output: ...
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output: ...
 
 
 FORWARD = "forward"
 MAX_PASSES = 32  # of one plan: saved tensors that come back elsewhere every time must not pile them up
-Pass = TypeVar("Pass")
 
 
 def schedule_sources(name: Hashable, p: Problem) -> tuple[Tensor, ...]:
@@ -36,51 +38,75 @@ def schedule_sources(name: Hashable, p: Problem) -> tuple[Tensor, ...]:
 
 
 class GpuPlan(Plan):
-    """Passes by what their launches depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
+    """Passes by what they depend on beyond the call's key: nothing for the forward, the layouts of the saved tensors for a backward.
 
-    A pass is prepared again when the contents of a tensor that the mask loads from, or of a given tile map, have changed, because its launches hold the
-    addresses of a tile schedule made from them, and when tuning may have found a better configuration. Nothing else can change under an equal call key, which
-    covers the addresses of all captures too.
+    A pass is bound again when the contents of a tensor that the mask loads from, or of a given tile map, have changed, because it holds the addresses of a
+    tile schedule made from them; when a score's capture has another address (saved tensors may come back elsewhere); for another part of a larger problem, of
+    which the call's key knows nothing; and when tuning may have found a better configuration. Nothing else can change under an equal call key, which covers
+    the addresses of all captures too.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._passes: dict[Hashable, tuple[Any, Any]] = {}
         self._replays = problem.sinks is None and problem.dropout_p == 0  # query, key and value are all that varies
+        self._made_on_device: bool | None = None  # found out when a pass is first wanted: while torch.compile traces, sizes are symbols
 
-    def prepared(self, name: Hashable, problem: Problem, make: Callable[[], Pass]) -> Pass:
-        """The pass of this name, prepared now or for an earlier call."""
-        contents = contents_key(schedule_sources(name, problem))
-        state = contents, tuning.state()
-        found = self._passes.get(name)
-        if found is None or found[1] != state or contents is None:
-            if name not in self._passes and len(self._passes) >= MAX_PASSES:
-                del self._passes[next(oldest for oldest in self._passes if oldest != FORWARD)]
-            found = self._passes[name] = (make(), state)
-        made: Pass = found[0]
-        return made
+    def prepared(self, name: Hashable, problem: Problem, kind: str, make: Callable[[], MaybePass]) -> MaybePass:
+        """The pass of this name, bound now or for an earlier call; prepared by `make`, now or for an earlier problem of the same structure and kind. None
+        if `make` has none for that structure."""
+        state, found = self._state(name, problem), self._passes.get(name)
+        if found is not None and state[0] is not None and found[1] == state:
+            known: MaybePass = found[0]
+            return known
+        unbound = structure.prepared((kind, name), problem, make)
+        if unbound is None:
+            return unbound
+        if name not in self._passes and len(self._passes) >= MAX_PASSES:
+            self._passes.pop(next(oldest for oldest in list(self._passes) if oldest != FORWARD), None)
+        ready = unbound.bind(problem)
+        self._passes[name] = ready, state
+        return ready
 
-    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...]) -> Output | None:
+    def _state(self, name: Hashable, p: Problem) -> tuple[Any, ...]:
+        """What may change under one name."""
+        if self._made_on_device is None:
+            self._made_on_device = is_made_on_device(p)
+        sources, captures = schedule_sources(name, p), () if p.score is None else p.score.captures
+        part = p.partial, places_key(p)
+        return self._contents(sources) if sources else (), tuple([t.data_ptr() for t in captures]) if captures else (), part, tuning.state()
+
+    def _contents(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+        """`contents_key`, and where schedules are made on the device, the current stream and the capture of a CUDA graph that is under way. A schedule may just
+        be in the making on another stream, and whoever binds a launch to it waits for that (device_map.py). One that is made within a capture is of no use
+        outside."""
+        contents = contents_key(tensors)
+        if not contents or not self._made_on_device:
+            return contents
+        stream = stream_of(tensors[0].device)
+        return (*contents, stream, capture_id(stream))
+
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...], needs_lse: bool = True) -> Output | None:
         found = self._passes.get(FORWARD)
         if found is None or not self._replays:
             return None
         forward: ForwardPass
-        forward, (contents, tuned) = found
-        if contents is None or tuned != tuning.state() or (contents and contents != contents_key(mask_sources)):
+        forward, (contents, _, _, tuned) = found
+        if contents is None or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
             return None
-        if forward.device is None or forward.device != torch.cuda.current_device():
+        if forward.device is None or forward.device != current_device():
             return None
-        return forward.run(query, key, value, None, None)
+        return forward.run(query, key, value, None, None, needs_lse)
 
 
 def backward_key(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
-    """What the launches of a backward depend on beyond the call's key, because saved tensors may come back elsewhere and otherwise laid out than they
-    went (offloading does that), and the gradient of the output is anybody's: strides and alignment of every tensor, the addresses of the score's captures,
-    which are packed once, and the size of a chunk."""
-    saved = (p.query, p.key, p.value, out, lse, grad_out)
+    """What the launches of a backward depend on beyond the call's key, because saved tensors may come back otherwise laid out than they went
+    (offloading does that), and the gradient of the output is anybody's: strides and alignment of every tensor, the size of a chunk, and the dtype of the
+    output, which may be that of the whole to which a part belongs."""
     captures = () if p.score is None else p.score.captures
     return (
-        p.query.shape[:2],
-        tuple([(t.stride(), t.data_ptr() % 16) for t in saved]),
-        None if dlse is None else dlse.data_ptr() % 16,
-        tuple([(t.data_ptr(), t.stride()) for t in captures]),
+        p.query.shape,
+        out.dtype,
+        *[t.stride() for t in (p.query, p.key, p.value, out, lse, grad_out, *captures)],
+        *[t.data_ptr() & 15 for t in (p.query, p.key, p.value, out, lse, grad_out)],
+        None if dlse is None else dlse.data_ptr() & 15,
     )

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from tilewise.core.map_cache import publish, remembered
 from tilewise.core.problem import Problem
+from tilewise.engines.gpu.device_map import DeviceMap, Tables, device_map_of
+from tilewise.engines.gpu.launch import Find
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.tiles import Geometry, Runs
 
@@ -18,14 +20,17 @@ class TileSchedule:
 
     count: int  # tiles along the axis that programs are given
     mapped: bool
-    tensors: tuple[Any, ...] = (None,) * 4  # order of the rows; offsets [3 rows + 1]; start and count of every run
+    tensors: tuple[Any, ...] = (None,) * 4  # order of the rows; offsets [4 rows]; first tile of every run, and the one after its last
     strides: tuple[int, int] = (0, 0)  # from one batch, and from one head, to the next, in rows
 
 
-def query_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
+def query_schedule(p: Problem, tile: tuple[int, int], find: Find = device_map_of) -> TileSchedule:
     """One row per query tile, over key tiles."""
     if p.device.type == "meta":
         return _stand_in(p)
+    made = find(p)
+    if made is not None:
+        return schedule_from(made, made.rows(tile, by_keys=False), tile, by_keys=False)
     tile_map = kernel_map(p, tile)
     if tile_map is None:
         return TileSchedule(-(-p.q_len // tile[0]), False)
@@ -38,10 +43,13 @@ def query_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
     return remembered(tile_map, "query schedule", make)
 
 
-def key_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
+def key_schedule(p: Problem, tile: tuple[int, int], find: Find = device_map_of) -> TileSchedule:
     """One row per key tile, over query tiles: the transposed map."""
     if p.device.type == "meta":
         return _stand_in(p)
+    made = find(p)
+    if made is not None:
+        return schedule_from(made, made.rows(tile, by_keys=True), tile, by_keys=True)
     tile_map = kernel_map(p, tile)
     if tile_map is None:
         return TileSchedule(-(-p.kv_len // tile[1]), False)
@@ -53,6 +61,17 @@ def key_schedule(p: Problem, tile: tuple[int, int]) -> TileSchedule:
         return _kernel_tiles(*with_cut_tiles(full, g.q_tiles, cut), partial, g.kv_tiles, g)
 
     return remembered(tile_map, "key schedule", make)
+
+
+def schedule_from(made: DeviceMap, tables: Tables, tile: tuple[int, int], by_keys: bool) -> TileSchedule:
+    """Of a map that is made on the device."""
+    recipe = made.recipe
+    count = -(-recipe.kv_len // tile[1]) if by_keys else -(-recipe.q_len // tile[0])
+    return TileSchedule(count, True, (tables.order, tables.offsets, tables.starts, tables.stops), _strides_in_rows(recipe.batch, recipe.heads, count))
+
+
+def _strides_in_rows(batch: int, heads: int, count: int) -> tuple[int, int]:
+    return heads * count if batch > 1 else 0, count if heads > 1 else 0
 
 
 def _stand_in(p: Problem) -> TileSchedule:
@@ -75,14 +94,15 @@ def with_cut_tiles(full: Runs, columns: int, cut: bool) -> tuple[Runs, Runs]:
 
 def _kernel_tiles(full: Runs, cut: Runs, partial: Runs, count: int, g: Geometry) -> TileSchedule:
     offsets, start, size = interleaved((full, cut, partial))
-    strides_in_rows = (g.heads * count if g.batch > 1 else 0, count if g.heads > 1 else 0)
-    tiles = TileSchedule(count, True, (_longest_first(offsets[::3], size, count), offsets, start, size), strides_in_rows)
+    order = _longest_first(offsets[::3], size, count)
+    begins_and_end = offsets.unfold(0, 4, 3).flatten()  # of each row
+    tiles = TileSchedule(count, True, (order, begins_and_end, start, start + size), _strides_in_rows(g.batch, g.heads, count))
     publish(offsets.device)
     return tiles
 
 
 def interleaved(kinds: tuple[Runs, Runs, Runs]) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets, start and count of the runs of all kinds: those of a row together, one kind after the other."""
+    """Offsets [3 rows + 1], start and count of the runs of all kinds: those of a row together, one kind after the other."""
     begins = [0, len(kinds[0].start), len(kinds[0].start) + len(kinds[1].start)]  # of each kind, where they lie one after the other
     here = torch.stack([runs.offsets + begin for runs, begin in zip(kinds, begins, strict=True)], 1)  # [rows + 1, kinds]
     ends = torch.cumsum(here.diff(dim=0).flatten(), 0)  # [rows * kinds]

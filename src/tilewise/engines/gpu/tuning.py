@@ -64,7 +64,10 @@ def best(kind: str, roles: tuple[str, ...], table: Configs, tile: tuple[int, int
             return _read(parts, roles)
 
         if is_on():
-            found: Configs | None = store.find_or_build(key, lambda: {"configs": json.dumps(quickest(roles, table, tile, time)).encode()}, use)[0]
+            try:
+                found: Configs | None = store.find_or_build(key, lambda: {"configs": json.dumps(quickest(roles, table, tile, time)).encode()}, use)[0]
+            except NoCandidate:  # that is no result to keep
+                return table
         else:
             found = store.find(key, use)
         if found is None:
@@ -81,6 +84,10 @@ def _read(parts: dict[str, bytes], roles: tuple[str, ...]) -> Configs:
     return found
 
 
+class NoCandidate(RuntimeError):
+    """Not even the table's configuration ran in a trial."""
+
+
 def quickest(roles: tuple[str, ...], table: Configs, tile: tuple[int, int] | None, time: Callable[[Configs], float]) -> Configs:
     times: dict[Configs, float] = {}
     for candidate in candidates(roles, table, tile):
@@ -88,8 +95,10 @@ def quickest(roles: tuple[str, ...], table: Configs, tile: tuple[int, int] | Non
             times[candidate] = time(candidate)
         except Exception as error:  # too large for the GPU, or for the compiler: no candidate
             logger.debug("%s cannot run: %s", candidate, error)
-    winner = min(times, key=lambda c: times[c], default=table)
-    logger.info("tuned %s: %s, %.3f ms, of %d candidates", " and ".join(roles), winner, times.get(winner, float("nan")), len(times))
+    if not times:
+        raise NoCandidate(f"no configuration of {' and '.join(roles)} could run")
+    winner = min(times, key=lambda c: times[c])
+    logger.info("tuned %s: %s, %.3f ms, of %d candidates", " and ".join(roles), winner, times[winner], len(times))
     return winner
 
 

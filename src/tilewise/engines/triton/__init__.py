@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from tilewise.core.problem import Problem
+from tilewise.engines.dropout import refuse_scattered
 from tilewise.engines.gpu.engine import GpuEngine, PassModule
-from tilewise.engines.gpu.limits import NO_TRITON, interpreted, rows_too_far_apart, shared_memory
+from tilewise.engines.gpu.limits import NO_TRITON, cannot_launch, interpreted, rows_too_far_apart, shared_memory
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_TILE = 16  # rows or keys that tl.dot needs
@@ -27,6 +28,9 @@ class TritonEngine(GpuEngine):
         if not interpreted():
             if problem.device.type != "cuda":
                 return f"Query, key, and value must be on a CUDA device, got {problem.device}"
+            stopped = cannot_launch()
+            if stopped is not None:
+                return stopped
             capability = torch.cuda.get_device_capability(problem.device)
             if capability < OLDEST_GPU:
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
@@ -42,7 +46,7 @@ class TritonEngine(GpuEngine):
             tile = problem.given_tiles.tile
             if any([side % MIN_TILE for side in tile]):
                 return f"it needs given tiles that are multiples of {MIN_TILE}, got {tile}"
-        return None
+        return refuse_scattered(problem)
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         from tilewise.engines.triton.config import table_config

@@ -9,20 +9,22 @@ from torch import Tensor
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu import tuning
 from tilewise.engines.gpu.config import Configs, all_smaller, dot_precision
+from tilewise.engines.gpu.device_map import device_map_of, is_made_on_device
 from tilewise.engines.gpu.driver import OutOfSharedMemory
 from tilewise.engines.gpu.kernel_cache import architecture, sources_digest
-from tilewise.engines.gpu.launch import InterpretedLaunch, Launch, PreparedLaunch, prepare
+from tilewise.engines.gpu.launch import KernelLaunch, Launch, prepare
 from tilewise.engines.triton.config import is_miscompiled, table_configs
 
 
 class FitKey(NamedTuple):
     """All that decides which configuration is chosen, and how much shared memory it takes: what `table_config` reads, the score's program (its
-    generated function may take shared memory) and the device. Lengths, strides and contents decide neither."""
+    generated function may take shared memory), the dtype of results (storing them may) and the device. Lengths, strides and contents decide neither."""
 
     roles: tuple[str, ...]
     head_dim: int
     v_dim: int
     dtype: torch.dtype
+    result_dtype: torch.dtype
     precision: str
     is_masked: bool
     score: str
@@ -35,10 +37,10 @@ _fitting: dict[FitKey, Configs] = {}
 
 def fit_key(p: Problem, roles: tuple[str, ...]) -> FitKey:
     score = "" if p.score is None else p.score.program.text
-    return FitKey(roles, p.head_dim, p.v_dim, p.dtype, dot_precision(p.dtype), p.mask is not None, score, _given_tile(p), p.device)
+    return FitKey(roles, p.head_dim, p.v_dim, p.dtype, p.result_dtype, dot_precision(p.dtype), p.mask is not None, score, _given_tile(p), p.device)
 
 
-def fitted(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch]) -> PreparedLaunch | InterpretedLaunch:
+def fitted(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch]) -> KernelLaunch:
     """The launch in the best configuration whose shared memory the GPU has; what did not fit is not tried again."""
     key = fit_key(p, roles)
     configs: Configs | None = _fitting.get(key)
@@ -67,7 +69,7 @@ def tuned(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch])
             raise RuntimeError("the compiler makes wrong code of it")
         launch = make(configs)
         tensors = [t for value in launch.tensors["tensors"] for t in _for_trial(value)]
-        ready = prepare(launch, p.device)
+        ready = prepare(launch, p.device).bind(p, device_map_of, is_made_on_device(p))
         return tuning.milliseconds(lambda: ready.launch(tensors))
 
     return tuning.best(kind, roles, table_configs(roles, p), tile, milliseconds)

@@ -11,12 +11,18 @@ from tilewise.engines.gpu.kernel_args import AttentionConstants, BwdStrides, Ker
 
 
 class DecodeSplitTensors(NamedTuple):
+    """What a split leaves for `decode_combine`, or, if it is the only one, the output: the others are None."""
+
     q: Tensor
     k: Tensor
     v: Tensor
-    acc: Tensor  # [batch * kv heads, splits, rows, DV] weighted values of every split
-    row_max: Tensor  # [batch * kv heads, splits, rows]
-    row_sum: Tensor
+    acc: Tensor | None  # [batch * kv heads, splits, rows, DV] weighted values of every split
+    row_max: Tensor | None  # [batch * kv heads, splits, rows]
+    row_sum: Tensor | None
+    out: Tensor | None
+    lse: Tensor | None
+    max_score: Tensor | None
+    sinks: Tensor | None
     seed: Tensor | None
 
 
@@ -24,23 +30,19 @@ class DecodeStrides(NamedTuple):
     q: Strides
     k: Strides
     v: Strides
-
-
-class DecodeMods(NamedTuple):
-    """`Mods` without keep_scale, which `decode_combine` applies."""
-
-    scale: tuple[float, float, float]
-    threshold: int
-    mask: tuple[object, ...]
-    score: tuple[object, ...]
+    out: Strides | None
 
 
 class DecodeSplitArgs(NamedTuple):
     strides: DecodeStrides
     shape: Shape
     n_splits: int
-    tiles_per_split: int
-    mods: DecodeMods
+    mods: Mods
+
+
+@dataclass(frozen=True)
+class DecodeSplitConstants(AttentionConstants):
+    whole: bool  # there is one split: the kernel makes the output
 
 
 class DecodeCombineTensors(NamedTuple):
@@ -80,12 +82,14 @@ class PreprocessTensors(NamedTuple):
     dlse: Tensor | None
     delta: Tensor
     shift: Tensor | None  # [batch * heads * queries, 2, SHIFT_TERMS]
+    dq_sums: Tensor | None  # [batch * heads * n_rows, D]
 
 
 class PreprocessArgs(NamedTuple):
     strides: PreprocessStrides
     n_heads: int
     n_q: int
+    n_rows: int  # n_q, or the rows that a head has in dq_sums
     unit: float  # scale * log2(e) where -lse is added to q.k before it is scaled (no DSCORE), else 1
 
 
@@ -93,9 +97,11 @@ class PreprocessArgs(NamedTuple):
 class PreprocessConstants(KernelConstants):
     has_dlse: bool
     folded: bool
+    has_sums: bool
     m: int
     dv: int
     dv_true: int
+    d_sum: int
 
 
 class BwdTensors(NamedTuple):

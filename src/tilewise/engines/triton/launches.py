@@ -1,8 +1,8 @@
 """The launch of every Triton kernel, from a problem and its tensors."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, m
 from tilewise.engines.gpu.bwd_chunks import padded_rows
 from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
 from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
-from tilewise.engines.gpu.launch import Launch
+from tilewise.engines.gpu.launch import Launch, Source, mask_captures, place_squares, score_captures
 from tilewise.engines.gpu.mods import dscore_of, gauge_of, mask_of, scales, scatter_of, score_of
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.engines.triton.kernel_args import (
@@ -22,8 +22,8 @@ from tilewise.engines.triton.kernel_args import (
     DecodeCombineArgs,
     DecodeCombineConstants,
     DecodeCombineTensors,
-    DecodeMods,
     DecodeSplitArgs,
+    DecodeSplitConstants,
     DecodeSplitTensors,
     DecodeStrides,
     DkdvConstants,
@@ -38,7 +38,13 @@ from tilewise.engines.triton.kernel_args import (
 MAX_SPLITS = 128  # of the keys, in decoding
 PREPROCESS_ROWS = 32
 
-Partial = tuple[Tensor, Tensor, Tensor]  # weighted values, maximum and sum of the rows of every split
+
+class Partial(NamedTuple):
+    """Of the rows of every split."""
+
+    acc: Tensor  # weighted values
+    row_max: Tensor
+    row_sum: Tensor
 
 
 def kernels() -> Mapping[str, Any]:
@@ -46,6 +52,14 @@ def kernels() -> Mapping[str, Any]:
     from tilewise.engines.triton.kernel_table import KERNELS
 
     return KERNELS
+
+
+def query_tiles(config: Config) -> Source:
+    return lambda p, find: query_schedule(p, (config.m, config.n), find).tensors
+
+
+def key_tiles(config: Config) -> Source:
+    return lambda p, find: key_schedule(p, (config.m, config.n), find).tensors
 
 
 def fwd_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> FwdTensors:
@@ -73,16 +87,21 @@ def fwd_launch(p: Problem, tensors: FwdTensors, config: Config) -> Launch:
         config.warps,
         config.stages,
         fuses(p),
+        (query_tiles(config), mask_captures, score_captures, place_squares),
     )
 
 
 def decode_split_tensors(p: Problem, partial: Partial, seed: Tensor | None) -> DecodeSplitTensors:
-    return DecodeSplitTensors(p.query, p.key, p.value, *partial, seed)
+    return DecodeSplitTensors(p.query, p.key, p.value, *partial, None, None, None, None, seed)
+
+
+def decode_whole_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor, seed: Tensor | None) -> DecodeSplitTensors:
+    return DecodeSplitTensors(p.query, p.key, p.value, None, None, None, out, lse, max_score, p.sinks, seed)
 
 
 def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, config: Config) -> Launch:
-    rows = p.heads // p.kv_heads * p.q_len
-    scale, _, threshold, mask, score = mods_of(p)
+    rows, out = p.heads // p.kv_heads * p.q_len, tensors.out
+    constants = attention_constants(p, (padded_dim(rows), config.n), False, config.stages)
     return Launch(
         "decode_split",
         kernels,
@@ -90,17 +109,21 @@ def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, co
         {"tensors": tensors},
         {
             "args": DecodeSplitArgs(
-                DecodeStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v)),
+                DecodeStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v), None if out is None else strides(out)),
                 shape_of(p),
                 splits,
-                -(-p.kv_len // (config.n * splits)),
-                DecodeMods(scale, threshold, mask, score),
+                mods_of(p),
             )
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "C": attention_constants(p, (padded_dim(rows), config.n), False, config.stages)},
+        {
+            "MASK": mask_of(p),
+            "SCORE": score_of(p),
+            "C": DecodeSplitConstants(**vars(replace(constants, sinks=tensors.sinks is not None)), whole=out is not None),
+        },
         config.warps,
         config.stages,
         fuses(p),
+        (mask_captures, score_captures, place_squares),
     )
 
 
@@ -121,28 +144,44 @@ def decode_combine_launch(p: Problem, tensors: DecodeCombineTensors, splits: int
     )
 
 
-def bwd_preprocess_tensors(out: Tensor, grad_out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, shift: Tensor | None) -> PreprocessTensors:
-    return PreprocessTensors(out, grad_out, lse, dlse, delta, shift)
+def bwd_preprocess_tensors(
+    out: Tensor, grad_out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, shift: Tensor | None, dq_sums: Tensor | None
+) -> PreprocessTensors:
+    return PreprocessTensors(out, grad_out, lse, dlse, delta, shift, dq_sums)
 
 
 def bwd_preprocess_launch(p: Problem, tensors: PreprocessTensors) -> Launch:
     unit = scales(p)[2] * LOG2E if dscore_of(p) is None else 1.0
+    has_sums = tensors.dq_sums is not None
+    rows = padded_rows(p) if has_sums else p.q_len
     return Launch(
         "bwd_preprocess",
         kernels,
-        p.batch * p.heads * -(-p.q_len // PREPROCESS_ROWS),
+        p.batch * p.heads * -(-rows // PREPROCESS_ROWS),
         {"tensors": tensors},
-        {"args": PreprocessArgs(PreprocessStrides(strides(tensors.out), strides(tensors.do)), p.heads, p.q_len, unit)},
-        {"C": PreprocessConstants(tensors.dlse is not None, tensors.shift is not None, PREPROCESS_ROWS, padded_dim(p.v_dim), p.v_dim)},
+        {"args": PreprocessArgs(PreprocessStrides(strides(tensors.out), strides(tensors.do)), p.heads, p.q_len, rows, unit)},
+        {
+            "C": PreprocessConstants(
+                has_dlse=tensors.dlse is not None,
+                folded=tensors.shift is not None,
+                has_sums=has_sums,
+                m=PREPROCESS_ROWS,
+                dv=padded_dim(p.v_dim),
+                dv_true=p.v_dim,
+                d_sum=padded_dim(p.head_dim),
+            )
+        },
         4,
         1,
         fuses(p),
     )
 
 
-def bwd_tensors(p: Problem, grad_out: Tensor, lse: Tensor, delta: Tensor, shift: Tensor | None, grads: tuple[Tensor, ...], seed: Tensor | None) -> BwdTensors:
+def bwd_tensors(
+    p: Problem, grad_out: Tensor, lse: Tensor, delta: Tensor, shift: Tensor | None, grads: tuple[Tensor, ...], seed: Tensor | None, dq_sums: Tensor | None
+) -> BwdTensors:
     dq, dk, dv = grads
-    return BwdTensors(p.query, p.key, p.value, grad_out, lse, delta, shift, dq, dk, dv, seed)
+    return BwdTensors(p.query, p.key, p.value, grad_out, lse, delta, shift, dq, dk, dv, seed, dq_sums=() if dq_sums is None else (dq_sums,))
 
 
 def bwd_launch(p: Problem, tensors: BwdTensors, wanted: frozenset[int], dkdv: Config, dq: Config) -> Launch:
@@ -174,11 +213,12 @@ def bwd_launch(p: Problem, tensors: BwdTensors, wanted: frozenset[int], dkdv: Co
             "SCORE": score_of(p),
             "DSCORE": dscore_of(p),
             "SCATTER": scatter_of(p, wanted),
-            "C": BwdConstants(DkdvConstants(**asdict(dkdv_constants), folded=t.shift is not None, atomic_dq=None), dq_constants, has_dkdv=True),
+            "C": BwdConstants(DkdvConstants(**vars(dkdv_constants), folded=t.shift is not None, atomic_dq=None), dq_constants, has_dkdv=True),
         },
         dkdv.warps,
         dkdv.stages,
         fuses(p),
+        (key_tiles(dkdv), query_tiles(dq), mask_captures, score_captures, place_squares),
     )
 
 
@@ -227,6 +267,7 @@ def dq_postprocess_launch(p: Problem, tensors: DqPostprocessTensors, config: Con
         4,
         1,
         fuses(p),
+        (query_tiles(config), mask_captures, score_captures, place_squares),
     )
 
 

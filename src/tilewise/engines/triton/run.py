@@ -1,7 +1,8 @@
 """How a problem becomes launches of the Triton kernels: a pass prepares them once, and runs them for every call like the first."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,80 +16,109 @@ from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks, sums_rows
 from tilewise.engines.gpu.config import padded_dim
 from tilewise.engines.gpu.decoding import is_decoding
+from tilewise.engines.gpu.device_map import device_map_of, is_made_on_device
 from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.gpu.limits import MAX_TILE_SPAN, sm_count, tile_span
 from tilewise.engines.gpu.mods import gain_of
-from tilewise.engines.gpu.plan import FORWARD, ForwardPass, GpuPlan, backward_key
+from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_key
+from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.gpu.tile_classifier import kernel_map
+from tilewise.engines.gpu.workspace import Part, Workspace
 from tilewise.engines.triton import fixed_point, launches
 from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SHIFT_TERMS, SPARSE, table_config
 from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS
+from tilewise.lang import Program
 
-PROGRAMS_PER_SM, MIN_SPLITS, TILES_PER_SPLIT = 2, 2, 4
+PROGRAMS_PER_SM, TILES_PER_SPLIT = 3, 4  # of decoding: what registers and shared memory allow, and tiles at least
+# In the time in which one of that many programs reads a key tile (2.7 us of 64 keys and values of head dim 128 on an H200): what a program takes besides,
+# what combining takes, and how much faster programs get when they are alone on their multiprocessors.
+PROGRAM, COMBINE, LONE = 0.55, 1.9, 0.5
 
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
         return attend_nothing(p)
-    ready = plan.prepared(FORWARD, p, lambda: _prepared_forward(p))
+    ready = plan.prepared(FORWARD, p, "triton", lambda: _prepared_forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 
 
-def _prepared_forward(p: Problem) -> ForwardPass:
-    return Decode(p) if is_decoding(p) else Forward(p)
+def _prepared_forward(p: Problem) -> "Forward | DecodeWhole | Decode":
+    if not is_decoding(p):
+        return Forward(p)
+    splits = split_count(p)
+    return DecodeWhole(p) if splits == 1 else Decode(p, splits)
 
 
-class Forward:
+class Forward(Pass):
     """One launch: online softmax over the key tiles of every query tile."""
 
     def __init__(self, p: Problem) -> None:
         self._outputs = EmptyOutputs(p)
-        tensors = launches.fwd_tensors(p, *self._outputs(p.query), seed_of(p))
+        tensors = launches.fwd_tensors(p, *self._outputs(p.query)[0], seed_of(p))
         self._fwd = fitted(p, (fwd_role(p),), lambda configs: launches.fwd_launch(p, tensors, *configs))
         self.device = self._fwd.device
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
-        output = self._outputs(query)
-        self._fwd.launch([query, key, value, *output, sinks, seed])
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output:
+        output, filled = self._outputs(query, needs_lse)
+        self._fwd.launch([query, key, value, *filled, sinks, seed])
         return output
 
 
-class Decode:
-    """Two launches: the keys are split among programs, and the splits of every row combined."""
+class DecodeWhole(Pass):
+    """One launch: a program for every key head, with all its keys."""
 
     def __init__(self, p: Problem) -> None:
         self._outputs = EmptyOutputs(p)
-        self._v_dim, splits = p.v_dim, split_count(p)
-        self._shape = (p.batch * p.kv_heads, splits, p.heads // p.kv_heads * p.q_len)
-        partial, output = self._partial(p.query), self._outputs(p.query)
+        tensors = launches.decode_whole_tensors(p, *self._outputs(p.query)[0], seed_of(p))
+        self._decode = fitted(p, DECODE, lambda configs: launches.decode_split_launch(p, tensors, 1, *configs))
+        self.device = self._decode.device
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output:
+        output, filled = self._outputs(query, needs_lse)
+        self._decode.launch([query, key, value, None, None, None, *filled, sinks, seed])
+        return output
+
+
+class Decode(Pass):
+    """Two launches: the keys are split among programs, and the splits of every row combined."""
+
+    def __init__(self, p: Problem, splits: int) -> None:
+        self._outputs = EmptyOutputs(p)
+        self._workspace = decode_workspace(p, splits)
+        output, _ = self._outputs(p.query)
+        partial = launches.Partial(*self._workspace.tensors(self._workspace.allocate()))
         tensors = launches.decode_split_tensors(p, partial, seed_of(p))
         self._split = fitted(p, DECODE, lambda configs: launches.decode_split_launch(p, tensors, splits, *configs))
         self._combine = prepare(launches.decode_combine_launch(p, launches.decode_combine_tensors(p, partial, *output), splits), p.device)
         self.device = self._split.device
 
-    def _partial(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted values, maximum and sum of each split's rows."""
-        acc = torch.empty((*self._shape, self._v_dim), dtype=torch.float32, device=query.device)
-        row_max, row_sum = acc.new_empty((2, *self._shape)).unbind()
-        return acc, row_max, row_sum
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None) -> Output:
-        output, partial = self._outputs(query), self._partial(query)
-        self._split.launch([query, key, value, *partial, seed])
-        self._combine.launch([*partial, *output, sinks])
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output:
+        output, filled = self._outputs(query, needs_lse)
+        memory = self._workspace.allocate()
+        partial = self._workspace.parts(memory)
+        self._split.launch([query, key, value, *partial, None, None, None, None, seed])
+        self._combine.launch([*partial, *filled, sinks])
         return output
+
+
+def decode_workspace(p: Problem, splits: int) -> Workspace:
+    """Of launches.Partial."""
+    rows = (p.batch * p.kv_heads, splits, p.heads // p.kv_heads * p.q_len)
+    return Workspace(p.device, Part((*rows, p.v_dim)), Part(rows), Part(rows))
 
 
 def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
     if p.score is not None and not all([p.score.captures[k].is_contiguous() for k in wanted]):  # their gradients are added up as if they were
         captures = tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])
         p, plan = p.replaced(score=p.score.with_captures(captures)), GpuPlan(p)  # launches hold the copies' addresses: they serve this call alone
-    if tile_span(grad_out) >= MAX_TILE_SPAN:
+    if grad_out.dtype != p.dtype:
+        grad_out = grad_out.to(p.dtype)
+    if not grad_out.is_contiguous() and tile_span(grad_out) >= MAX_TILE_SPAN:
         grad_out = grad_out.contiguous()
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value))
-    delta = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
+    dq, dk, dv = [torch.empty_like(t, dtype=p.result_dtype) for t in (p.query, p.key, p.value)]
+    delta = None if p.sinks is None else torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     captured: dict[int, Tensor] = {}
     if p.query.numel() and p.key.numel():
         dlse = None if grad_lse is None else grad_lse.float().contiguous()
@@ -97,20 +127,20 @@ def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_l
             captured = run_backward(chunk, plan, wanted, BackwardTensors(*tensors))
     else:
         captured = {k: torch.zeros_like(p.score.captures[k]) for k in wanted} if p.score is not None else {}
-        delta = delta.zero_() if grad_lse is None else -grad_lse
+        delta = torch.zeros_like(output.lse) if grad_lse is None else -grad_lse
         for t in (dq, dk, dv):
             t.zero_()
-    return Gradients(dq, dk, dv, sinks_gradient(p, output, delta), captured)
+    return Gradients(dq, dk, dv, None if delta is None else sinks_gradient(p, output, delta), captured)
 
 
 class BackwardTensors(NamedTuple):
-    """What a backward, or a chunk of one, is given beside the problem, and what it fills: delta and the gradients."""
+    """What a backward, or a chunk of one, is given beside the problem, and what it fills: the gradients, and delta, if it is asked for."""
 
     out: Tensor
     lse: Tensor
     grad_out: Tensor
     dlse: Tensor | None
-    delta: Tensor
+    delta: Any  # a tensor, its address, or None
     dq: Tensor
     dk: Tensor
     dv: Tensor
@@ -119,7 +149,7 @@ class BackwardTensors(NamedTuple):
 def run_backward(p: Problem, plan: GpuPlan, wanted: frozenset[int], t: BackwardTensors) -> dict[int, Tensor]:
     """One chunk: dQ, dK, dV and delta into their tensors; the gradients of the wanted captures by slot."""
     name = ("backward", backward_key(p, t.out, t.lse, t.grad_out, t.dlse), wanted)
-    return plan.prepared(name, p, lambda: _prepared_backward(p, wanted, t)).run(p, t)
+    return plan.prepared(name, p, "triton", lambda: _prepared_backward(p, wanted, t)).run(p, t)
 
 
 def _prepared_backward(p: Problem, wanted: frozenset[int], t: BackwardTensors) -> "BackwardPass":
@@ -136,28 +166,33 @@ def adds_dq_atomically(p: Problem, wanted: frozenset[int]) -> bool:
     return p.dtype != torch.float32 and max(p.head_dim, p.v_dim) <= MAX_ATOMIC_DQ_DIM and not p.deterministic and not wanted
 
 
-class BackwardPass(ABC):
+class BackwardPass(Pass, ABC):
     """delta (`bwd_preprocess`), then the gradients, which are made in one of four ways."""
 
     def __init__(self, p: Problem, wanted: frozenset[int], t: BackwardTensors) -> None:
         self._wanted = wanted
-        shift = shift_terms(p)
-        tensors = launches.bwd_preprocess_tensors(t.out, t.grad_out, t.lse, t.dlse, t.delta, shift)
-        self._preprocess = prepare(launches.bwd_preprocess_launch(p, tensors), p.device)
+        self._workspace = backward_workspace(p, wanted)
+        delta, shift, dq_sums = self._workspace.tensors(self._workspace.allocate())
+        delta = delta if t.delta is None else t.delta
+        before = launches.bwd_preprocess_tensors(t.out, t.grad_out, t.lse, t.dlse, delta, shift, dq_sums)
+        self._preprocess = prepare(launches.bwd_preprocess_launch(p, before), p.device)
         if tuning.is_on():  # trials of the kernels that follow should see numbers
-            self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, t.delta, shift])
-        self._prepare(p, launches.bwd_tensors(p, t.grad_out, t.lse, t.delta, shift, (t.dq, t.dk, t.dv), seed_of(p)))
+            self._preprocess.bind(p, device_map_of).launch(before)
+        self._prepare(p, launches.bwd_tensors(p, t.grad_out, t.lse, delta, shift, (t.dq, t.dk, t.dv), seed_of(p), dq_sums))
 
     @abstractmethod
     def _prepare(self, p: Problem, tensors: BwdTensors) -> None: ...
 
     def run(self, p: Problem, t: BackwardTensors) -> dict[int, Tensor]:
-        shift = shift_terms(p)
-        self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, t.delta, shift])
-        return self._launch(p, [p.query, p.key, p.value, t.grad_out, t.lse, t.delta, shift, t.dq, t.dk, t.dv, seed_of(p)])
+        memory = self._workspace.allocate()
+        delta, shift, dq_sums = self._workspace.parts(memory)
+        delta = delta if t.delta is None else t.delta
+        self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, delta, shift, dq_sums])
+        tensors = [p.query, p.key, p.value, t.grad_out, t.lse, delta, shift, t.dq, t.dk, t.dv, seed_of(p)]
+        return self._launch(p, tensors if dq_sums is None else [*tensors, dq_sums])
 
     @abstractmethod
-    def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
+    def _launch(self, p: Problem, tensors: list[Any]) -> dict[int, Tensor]:
         """`tensors` in the order of launches.bwd_tensors; the gradients of captures by slot."""
 
 
@@ -167,7 +202,7 @@ class Backward(BackwardPass):
     def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, tensors, frozenset(), *configs))
 
-    def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
+    def _launch(self, p: Problem, tensors: list[Any]) -> dict[int, Tensor]:
         self._bwd.launch(tensors)
         return {}
 
@@ -176,20 +211,14 @@ class AtomicDqBackward(BackwardPass):
     """Programs of key tiles add up dQ in memory, and `dq_postprocess` takes it from there."""
 
     def _prepare(self, p: Problem, tensors: BwdTensors) -> None:
-        sums = self._sums(p)
-        given = tensors._replace(dq_sums=(sums,))
-        self._bwd = fitted(p, BWD_ATOMIC_DQ, lambda configs: launches.bwd_atomic_dq_launch(p, given, *configs))
-        after = launches.dq_postprocess_tensors(p, tensors.do, tensors.lse, tensors.delta, tensors.dq, sums, tensors.seed)
+        self._bwd = fitted(p, BWD_ATOMIC_DQ, lambda configs: launches.bwd_atomic_dq_launch(p, tensors, *configs))
+        after = launches.dq_postprocess_tensors(p, tensors.do, tensors.lse, tensors.delta, tensors.dq, tensors.dq_sums[0], tensors.seed)
         self._postprocess = prepare(launches.dq_postprocess_launch(p, after, table_config("dkdv_atomic_dq", p)), p.device)
 
-    def _sums(self, p: Problem) -> Tensor:
-        return torch.zeros((sums_rows(p), padded_dim(p.head_dim)), dtype=torch.float32, device=p.device)
-
-    def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
-        sums = self._sums(p)
-        self._bwd.launch([*tensors, sums])
-        query, key, value, grad_out, lse, delta, _, dq, _, _, seed = tensors
-        self._postprocess.launch([query, key, value, grad_out, lse, delta, dq, sums, seed])
+    def _launch(self, p: Problem, tensors: list[Any]) -> dict[int, Tensor]:
+        self._bwd.launch(tensors)
+        query, key, value, grad_out, lse, delta, _, dq, _, _, seed, dq_sums = tensors
+        self._postprocess.launch([query, key, value, grad_out, lse, delta, dq, dq_sums, seed])
         return {}
 
 
@@ -203,7 +232,7 @@ class CapturesBackward(BackwardPass):
     def _sums(self, p: Problem) -> tuple[Tensor, ...]:
         return fixed_point.zeros(p, self._wanted, accum_dtype(p))
 
-    def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
+    def _launch(self, p: Problem, tensors: list[Any]) -> dict[int, Tensor]:
         sums = self._sums(p)
         self._bwd.launch([*tensors, *sums])
         return {k: _as_gradient(p, k, sums[k]) for k in self._wanted}
@@ -219,7 +248,7 @@ class FixedPointBackward(BackwardPass):
         self._gauge = fitted(p, BWD, lambda configs: launches.gauge_launch(p, measured, self._wanted, *configs))
         self._bwd = fitted(p, BWD, lambda configs: launches.bwd_launch(p, added, self._wanted, *configs))
 
-    def _launch(self, p: Problem, tensors: list[Tensor | None]) -> dict[int, Tensor]:
+    def _launch(self, p: Problem, tensors: list[Any]) -> dict[int, Tensor]:
         gauges = fixed_point.gauges(p, self._wanted)
         self._gauge.launch([*tensors, *gauges.arguments])
         totals = fixed_point.totals(p, self._wanted, gauges.limits)
@@ -239,9 +268,12 @@ def accum_dtype(p: Problem) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float32 else torch.float32
 
 
-def shift_terms(p: Problem) -> Tensor | None:
-    """Room for -lse and -delta of each query, each as the sum of 16-bit terms that a product can add; 32-bit products need none."""
-    return None if p.dtype == torch.float32 else p.query.new_empty((p.batch * p.heads * p.q_len, 2, SHIFT_TERMS))
+def backward_workspace(p: Problem, wanted: frozenset[int]) -> Workspace:
+    """Of three parts: delta, unless it has a tensor of its own; -lse and -delta of each query, each as the sum of 16-bit terms that a product can add (32-bit
+    products need none); and dQ's sums, where it is added up in memory."""
+    delta = Part((p.batch, p.heads, p.q_len)) if p.sinks is None else None
+    shift = Part((p.batch * p.heads * p.q_len, 2, SHIFT_TERMS), p.dtype) if p.dtype != torch.float32 else None
+    return Workspace(p.device, delta, shift, Part((sums_rows(p), padded_dim(p.head_dim))) if adds_dq_atomically(p, wanted) else None)
 
 
 # -- which kernels -------------------------------------------------------------------------------------------------------
@@ -260,13 +292,34 @@ def fwd_role(p: Problem) -> str:
 
 
 def fwd_roles(p: Problem) -> tuple[str, ...]:
-    """Those that may be taken."""
-    mapped = p.mask is not None and p.given_tiles is None
-    return ("fwd", "sparse_fwd") if mapped and table_config("sparse_fwd", p) != table_config("fwd", p) else ("fwd",)
+    """Those that may be taken. Nobody looks at maps that are made on the device: those of masks that load from tensors by query and by key (documents) are
+    likely to be sparse, those by one of them (padding) are not."""
+    if p.mask is None or p.given_tiles is not None or table_config("sparse_fwd", p) == table_config("fwd", p):
+        return ("fwd",)
+    if is_made_on_device(p):
+        return ("sparse_fwd",) if loads_by_query_and_key(p.mask.program) else ("fwd",)
+    return "fwd", "sparse_fwd"
+
+
+def loads_by_query_and_key(program: Program) -> bool:
+    loaded_by = [program.dependencies[k] for k, instruction in enumerate(program.instructions) if instruction.op == "load"]
+    return {"q", "kv"} <= frozenset().union(*loaded_by)
 
 
 def split_count(p: Problem) -> int:
-    """As many programs as run at a time, each with a few key tiles at least; but one of a (batch, head) alone would end late."""
-    tiles = -(-p.kv_len // table_config("decode", p).n)
-    wanted = -(-PROGRAMS_PER_SM * sm_count(p.device) // (p.batch * p.kv_heads))
-    return max(1, min(max(wanted, MIN_SPLITS), tiles // TILES_PER_SPLIT, MAX_SPLITS))
+    return best_split_count(-(-p.kv_len // table_config("decode", p).n), p.batch * p.kv_heads, PROGRAMS_PER_SM * sm_count(p.device))
+
+
+@lru_cache(maxsize=1024)
+def best_split_count(tiles: int, heads: int, slots: int) -> int:
+    """Of the keys of each head, `tiles` key tiles, where `slots` programs run at a time: the count that takes the shortest time, in key tiles.
+
+    Memory is the limit, so programs in a last round that is not full are faster, but not by more than 1 / LONE. The more splits, the shorter is that round;
+    but each program takes time to begin and to store what it found, and two splits and more are combined by another launch.
+    """
+
+    def time(splits: int) -> float:
+        rounds, rest = divmod(heads * splits, slots)
+        return (tiles / splits + PROGRAM) * (rounds + (max(rest / slots, LONE) if rest else 0.0)) + (COMBINE if splits > 1 else 0.0)
+
+    return min(range(1, max(1, min(tiles // TILES_PER_SPLIT, MAX_SPLITS)) + 1), key=time)

@@ -32,6 +32,11 @@ struct TileSchedule {  // a tile map; without one, every row is a single full ru
     i64 tile, other_tile;           // along the rows' axis and along the other
 };
 
+struct Places {  // of a part in the whole problem, for dropout: which square of 16 every 16 queries and keys are (null: this is the whole)
+    const i32 *query_squares, *key_squares;
+    i64 batch, head;  // of the first
+};
+
 struct Problem {
     Run run;
     i64 threads;
@@ -42,6 +47,7 @@ struct Problem {
     const void* sinks;  // [heads], compute type
     double scale, keep_scale;
     i64 dropout_threshold, seed;  // an element is dropped if its 16 random bits are below the threshold
+    Places places;
 };
 
 // Keys and values packed for the products, [batch, kv heads, blocks of 64 keys]. For the matrix unit: bfloat16, keys [64][padded d] and values
@@ -71,13 +77,23 @@ struct Backward {
     uint8_t* finite;              // [batch, heads, blocks] matrix unit: whether Q and dO are all finite
     void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES]
     uint8_t* dq_written;          // [chunks][batch, heads, blocks] whether a chunk has written its share of dQ
-    void *dq, *dk, *dv;           // contiguous, in the inputs' dtype
+    void *dq, *dk, *dv;           // contiguous, of type RESULT
     void* dscore;                 // generated: the score's derivative; also accumulates the captures' gradients
     double* const* gradients;     // [groups][captures]
     i64 captures;
     i64 chunks;                   // how many chunks the keys of one (batch, kv head) are cut into; items are [chunks, batch, kv heads]
     i64 groups;                   // of items that run in order on one thread, because they accumulate into the same gradients
     const i64 *group_offsets, *group_items;
+};
+
+struct Classify {  // packed by ../tile_classifier.py
+    Run run;
+    i64 threads;
+    Program mask;
+    i64 heads, q_tiles, kv_tiles, n_q, n_kv;  // of the map, which has one head where the mask does not look at them
+    const i64* tiles;                         // [count] among [batch, heads, q_tiles, kv_tiles]
+    uint8_t* states;                          // [count]
+    i64 count;
 };
 
 // -- calls that are alike -------------------------------------------------------------------------------------------------

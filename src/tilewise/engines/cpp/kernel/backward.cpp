@@ -71,7 +71,7 @@ void preprocess_block(void* context, i64 item) {
     if (f.q_rows) widen_rows(q, p.query.stride[2], p.query.stride[3], k.count, p.d, (real*)f.q_rows + item * LANES * dp, dp);
     if (f.do_rows) widen_rows(dout, f.grad_out.stride[2], f.grad_out.stride[3], k.count, p.dv, (real*)f.do_rows + item * LANES * dvp, dvp);
 #endif
-    const ELEMENT* out = row_ptr<ELEMENT>(f.out, k.b, k.h, k.first);
+    const RESULT* out = row_ptr<RESULT>(f.out, k.b, k.h, k.first);
     real* delta = (real*)f.delta + bh * p.n_q + k.first;
     const real* dlse = f.grad_lse ? (const real*)f.grad_lse + bh * p.n_q + k.first : nullptr;
     const bool whole = f.out.stride[3] == 1 && f.grad_out.stride[3] == 1;
@@ -368,8 +368,8 @@ void kv_chunk(const Backward& f, i64 item, double* const* gradients) {
                     t.dv = t.all_dv + (kv0 - first_key) * dvp;
                     process_query_blocks(f, t, b, h, row, kv0, n, block, at_most(block + blocks_in_l2, f.blocks), chunk, gradients);
                 }
-    ELEMENT* dk = (ELEMENT*)f.dk + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.d;
-    ELEMENT* dv = (ELEMENT*)f.dv + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.dv;
+    RESULT* dk = (RESULT*)f.dk + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.d;
+    RESULT* dv = (RESULT*)f.dv + ((b * p.kv_heads + hk) * p.n_kv + first_key) * p.dv;
     for (i64 j = 0; j < keys; j++) {
         for (i64 d = 0; d < p.d; d++) narrow(t.all_dk[j * dp + d] * (real)p.scale, dk[j * p.d + d]);
         for (i64 d = 0; d < p.dv; d++) narrow(t.all_dv[j * dvp + d], dv[j * p.dv + d]);
@@ -391,7 +391,7 @@ void reduce_dq(void* context, i64 item) {
     const i64 bh = item / f.blocks, size = padded(p.d, DQ_STEP) * LANES, items = p.batch * p.heads * f.blocks;
     const Block k = block_of(f, bh / p.heads, bh % p.heads, item % f.blocks);
     if (k.count <= 0) return;
-    ELEMENT* dq = (ELEMENT*)f.dq + (bh * p.n_q + k.first) * p.d;
+    RESULT* dq = (RESULT*)f.dq + (bh * p.n_q + k.first) * p.d;
     real* sum = nullptr;
     for (i64 share = item; share < f.chunks * items; share += items) {
         if (!f.dq_written[share]) continue;
@@ -401,7 +401,7 @@ void reduce_dq(void* context, i64 item) {
         else
             sum = other;
     }
-    if (sum == nullptr) return (void)__builtin_memset(dq, 0, (size_t)(k.count * p.d) * sizeof(ELEMENT));
+    if (sum == nullptr) return (void)__builtin_memset(dq, 0, (size_t)(k.count * p.d) * sizeof(RESULT));
     real scale[LANES];
     for (i64 l = 0; l < LANES; l++) scale[l] = (real)p.scale;
     store_transposed(sum, scale, dq, p.d, 1, k.count, p.d);

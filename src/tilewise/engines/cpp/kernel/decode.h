@@ -197,7 +197,7 @@ template <typename E> void decode_split(void* context, i64 item) {
     }
 }
 
-template <typename E> void combine_splits(void* context, i64 item) {
+template <typename E, typename R> void combine_splits(void* context, i64 item) {
     typedef typename compute_type<E>::type T;
     const Forward& f = *(const Forward*)context;
     const Problem& p = f.problem;
@@ -223,14 +223,14 @@ template <typename E> void combine_splits(void* context, i64 item) {
         const RowEpilogue<T> end = row_epilogue<T>(row_max, total, p.sinks ? (const T*)p.sinks + h : nullptr, (T)p.keep_scale);
         ((T*)f.lse)[at] = end.lse;
         ((T*)f.max_score)[at] = row_max;
-        E* out = (E*)row_ptr<E>(f.out, b, h, q);
+        R* out = (R*)row_ptr<R>(f.out, b, h, q);
         for (i64 d = 0; d < p.dv; d++) narrow(sums[d] * end.factor, out[d * f.out.stride[3]]);
     }
 }
 
-template <typename E> void decode(const Forward& f) {
+template <typename E, typename R> void decode(const Forward& f) {
     const Problem& p = f.problem;
     const i64 threads = p.batch * p.heads * p.n_q * p.n_kv * (p.d + p.dv) < SINGLE_THREAD_WORK ? 1 : p.threads;
     p.run(decode_split<E>, (void*)&f, p.batch * p.kv_heads * f.splits, threads);
-    p.run(combine_splits<E>, (void*)&f, p.batch * p.kv_heads, 1);
+    p.run(combine_splits<E, R>, (void*)&f, p.batch * p.kv_heads, 1);
 }

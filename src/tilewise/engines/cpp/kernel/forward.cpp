@@ -4,6 +4,7 @@
 //     l = l exp(base - base') + sum P                                O^T = O^T exp(base - base') + V^T dropout(P)
 //
 // and at the end out = O / l, lse = base + log l. A row with nothing to attend has l = 0: out = 0, lse = -inf.
+#include "classify.h"
 #include "decode.h"
 #include "tiles.h"
 #ifdef MATRIX_UNIT
@@ -241,7 +242,7 @@ void store_tile(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 count)
         lse[l] = end.lse;
         max_score[l] = t.row_max[l];
     }
-    ELEMENT* out = (ELEMENT*)row_ptr<ELEMENT>(f.out, b, h, q0);
+    RESULT* out = (RESULT*)row_ptr<RESULT>(f.out, b, h, q0);
     store_transposed(t.acc, factor, out, f.out.stride[2], f.out.stride[3], count, p.dv);
 }
 
@@ -285,7 +286,9 @@ extern "C" __attribute__((visibility("default"))) void tilewise_forward(const Fo
     p.run(query_tile_row, (void*)f, p.batch * p.heads * p.schedule.rows, single_thread ? 1 : p.threads);
 }
 
-extern "C" __attribute__((visibility("default"))) void tilewise_decode(const Forward* f) { decode<ELEMENT>(*f); }
+extern "C" __attribute__((visibility("default"))) void tilewise_decode(const Forward* f) { decode<ELEMENT, RESULT>(*f); }
+
+extern "C" __attribute__((visibility("default"))) void tilewise_classify(const Classify* c) { classify<ELEMENT>(*c); }
 
 extern "C" __attribute__((visibility("default"))) void tilewise_call_forward(const Forward* prepared, const ForwardCall* call) {
     const Forward f = called(*prepared, *call);

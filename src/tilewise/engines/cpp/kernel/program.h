@@ -119,7 +119,7 @@ template <typename F> INLINE F float_quotient(F a, F b) {
     const F remainder = fmod(a, b);
     F quotient = (a - remainder) / b;
     if (remainder != 0 && (b < 0) != (remainder < 0)) quotient -= 1;
-    if (quotient == 0) return a / b < 0 ? (F)-0.0 : (F)0;
+    if (quotient == 0) return (F)__builtin_copysign(0.0, (double)(a / b));  // as torch: 0 divided by a negative number is -0
     const F below = floor(quotient);
     return quotient - below > (F)0.5 ? below + 1 : below;
 }

@@ -11,6 +11,10 @@
 #include "products.h"
 #include "transpose.h"
 
+#ifndef RESULT  // the type of out and gradients
+#define RESULT ELEMENT
+#endif
+
 constexpr int LANES = 64;  // queries in a tile
 constexpr int KEYS = 64;   // keys in a tile, at most
 constexpr i64 SINGLE_THREAD_WORK = 1 << 20;  // multiply-adds: below this, waking other threads costs more than it gains
@@ -199,20 +203,26 @@ INLINE void philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1, u32* words, i
     words[3 * stride] = c3;
 }
 
+// Which square of the whole problem a part's square is; past its end, the last.
+INLINE i64 square_in_whole(const i32* squares, i64 square, i64 length) { return squares ? squares[at_most(square, (length - 1) / 16)] : square; }
+
 // keep[j][lane]: whether dropout keeps key kv0 + j for query q0 + lane
 inline void dropout_keep_tile(const Problem& p, i64 b, i64 h, i64 q0, i64 kv0, i64 n, uint8_t* keep) {
     constexpr i64 MOST = (LANES / 16 + 1) * 8;
     const i64 first_row = q0 / 16 * 8, rows = (q0 + LANES - 1) / 16 * 8 + 8 - first_row;
+    u32 counter[MOST];  // Philox's of each row
+    for (i64 r = 0; r < rows; r++) counter[r] = (u32)(square_in_whole(p.places.query_squares, (first_row + r) / 8, p.n_q) * 8 + r % 8);
     i32 index[LANES];  // of each lane's word in words[4][MOST], for the lower keys of a square
     for (i64 l = 0; l < LANES; l++) {
         const i64 i = q0 + l;
         index[l] = (i32)((i >> 3 & 1) * 2 * MOST + (i >> 4) * 8 + (i & 7) - first_row);
     }
     u32 words[4 * MOST];
-    for (i64 square = kv0 / 16 * 16; square < kv0 + n; square += 16)
+    const u32 c2 = (u32)(p.places.head + h), c3 = (u32)(p.places.batch + b), k0 = (u32)p.seed, k1 = (u32)(p.seed >> 32);
+    for (i64 square = kv0 / 16 * 16; square < kv0 + n; square += 16) {
+        const i64 first_column = square_in_whole(p.places.key_squares, square / 16, p.n_kv) * 4;
         for (i64 c = 0; c < 4; c++) {
-            for (i64 r = 0; r < rows; r++)
-                philox((u32)(square / 16 * 4 + c), (u32)(first_row + r), (u32)h, (u32)b, (u32)p.seed, (u32)(p.seed >> 32), words + r, MOST);
+            for (i64 r = 0; r < rows; r++) philox((u32)(first_column + c), counter[r], c2, c3, k0, k1, words + r, MOST);
             for (i64 upper = 0; upper < 2; upper++)
                 for (i64 odd = 0; odd < 2; odd++) {
                     const i64 j = square + 2 * c + 8 * upper + odd - kv0;
@@ -220,4 +230,5 @@ inline void dropout_keep_tile(const Problem& p, i64 b, i64 h, i64 q0, i64 kv0, i
                     for (i64 l = 0; l < LANES; l++) keep[j * LANES + l] = (i64)(words[index[l] + upper * MOST] >> (16 * odd) & 0xffff) >= p.dropout_threshold;
                 }
         }
+    }
 }

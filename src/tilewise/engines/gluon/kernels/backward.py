@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.engines.gluon import named_barriers
 from tilewise.engines.gluon.kernels.primitives import (
-    COUNT,
     MASK_BITS,
     N_TILES,
     ONE_WARP,
     ORDER,
     START,
+    STOP,
     TWO_WARPGROUPS,
     WARP_THREADS,
     WARPGROUP_AND_WARP,
@@ -218,13 +218,13 @@ def load_warp(load, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr
             i_bits, full_run, masked_run, end = runs_of(tiles, row + g * s_tiles[1])
             for run in range(masked_run, end):
                 start = uniform(gl.load(tiles[START] + run))
-                for i_q in range(start, start + uniform(gl.load(tiles[COUNT] + run))):
+                for i_q in range(start, uniform(gl.load(tiles[STOP] + run))):
                     send_q(q_pipe, i_step, i_h, i_q, 1, i_bits, PATCHED, C)
                     i_step += 1
                     i_bits += 1
             for run in range(full_run, masked_run):
                 start = uniform(gl.load(tiles[START] + run))
-                for i_q in range(start, start + uniform(gl.load(tiles[COUNT] + run))):
+                for i_q in range(start, uniform(gl.load(tiles[STOP] + run))):
                     send_q(q_pipe, i_step, i_h, i_q, past_end, -1, PATCHED, C)
                     i_step += 1
         else:

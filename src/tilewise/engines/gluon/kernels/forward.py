@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.engines.gluon import named_barriers
 from tilewise.engines.gluon.kernels.primitives import (
-    COUNT,
     LN2,
     LOG2E,
     MASK_BITS,
@@ -31,6 +30,7 @@ from tilewise.engines.gluon.kernels.primitives import (
     N_TILES,
     ORDER,
     START,
+    STOP,
     TWO_WARPGROUPS,
     apply_mask_bits,
     apply_score,
@@ -216,12 +216,12 @@ def producer(load, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr)
             sent_before = kv_sent
             for run in range(masked_run, end):
                 start = uniform(gl.load(tiles[START] + run))
-                for i_kv in range(start, start + uniform(gl.load(tiles[COUNT] + run))):
+                for i_kv in range(start, uniform(gl.load(tiles[STOP] + run))):
                     send_kv(kv_pipe, q_pipe, kv_sent, i_kv, i_hk, kv_sent == sent_before, q_sent, i_b, i_h, message, PATCHED, C)
                     kv_sent += 1
             for run in range(full_run, masked_run):
                 start = uniform(gl.load(tiles[START] + run))
-                for i_kv in range(start, start + uniform(gl.load(tiles[COUNT] + run))):
+                for i_kv in range(start, uniform(gl.load(tiles[STOP] + run))):
                     send_kv(kv_pipe, q_pipe, kv_sent, i_kv, i_hk, kv_sent == sent_before, q_sent, i_b, i_h, message, PATCHED, C)
                     kv_sent += 1
         else:  # all tiles, from the last to the first: only the last can need a mask

@@ -9,11 +9,11 @@ import triton.language as tl
 
 
 @triton.jit
-def pack_mask_bits(p_bits, tiles, p_first, geometry, mask, MASK: tl.constexpr, C: tl.constexpr):
+def pack_mask_bits(p_bits, tables, captures, geometry, ints, floats, sizes, MASK: tl.constexpr, C: tl.constexpr):
     """The bits of all masked tiles of one row of the tile map, a block of [m, 4] words for each.
 
     A program packs ROWS_PER_PROGRAM rows of every block, so that it holds only [ROWS_PER_PROGRAM, COLUMNS] elements at a time. Blocks are numbered in the
-    order in which the Hopper kernels visit them. `tiles` are a schedule's tensors, p_first has the number of each row's first block.
+    order in which the Hopper kernels visit them. `tables` are a schedule's offsets, starts and stops, and the number of each row's first block.
     """
     ROWS_PER_PROGRAM: tl.constexpr = C.value.rows_per_program
     COLUMNS: tl.constexpr = C.value.columns
@@ -24,11 +24,10 @@ def pack_mask_bits(p_bits, tiles, p_first, geometry, mask, MASK: tl.constexpr, C
     o_row = i_part * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     o_bit = tl.arange(0, COLUMNS) % (COLUMNS // 4)
     o_column = o_bit // 2 * 8 + tl.arange(0, COLUMNS) // (COLUMNS // 4) * 2 + o_bit % 2
-    i_block = tl.load(p_first + row)
-    first_partial = tl.load(tiles[1] + 3 * row + 2)  # the runs before this one are full but for the end of the sequence
-    for run in range(tl.load(tiles[1] + 3 * row + 1), tl.load(tiles[1] + 3 * row + 3)):
-        start = tl.load(tiles[2] + run)
-        for i_column in range(start, start + tl.load(tiles[3] + run)):
+    i_block = tl.load(tables[3] + row)
+    first_partial = tl.load(tables[0] + 4 * row + 2)  # the runs before this one are full but for the end of the sequence
+    for run in range(tl.load(tables[0] + 4 * row + 1), tl.load(tables[0] + 4 * row + 3)):
+        for i_column in range(tl.load(tables[1] + run), tl.load(tables[2] + run)):
             if C.value.transposed:
                 o_along, o_across = (i_tile * COLUMNS + o_column)[None, :], (i_column * m + o_row)[:, None]
             else:
@@ -40,7 +39,7 @@ def pack_mask_bits(p_bits, tiles, p_first, geometry, mask, MASK: tl.constexpr, C
             allowed = (n_q - 1 - o_q) | (n_kv - 1 - o_kv)  # negative: forbidden
             if MASK is not None:
                 i_q, i_kv = tl.minimum(o_q, n_q - 1), tl.minimum(o_kv, n_kv - 1)
-                allowed |= MASK(i_b, i_h, i_q, i_kv, mask[0], mask[1], mask[2], mask[3]) & tl.where(run >= first_partial, -1, 0)
+                allowed |= MASK(i_b, i_h, i_q, i_kv, captures, ints, floats, sizes) & tl.where(run >= first_partial, -1, 0)
             b_bits = tl.where(allowed >= 0, (1 << o_bit)[None, :], 0)  # [ROWS_PER_PROGRAM, COLUMNS]
             b_words = tl.sum(b_bits.reshape(ROWS_PER_PROGRAM, 4, COLUMNS // 4), 2)  # [ROWS_PER_PROGRAM, 4]
             p_words = p_bits + (i_block.to(tl.int64) * m + o_row[:, None]) * 4 + tl.arange(0, 4)[None, :]

@@ -86,9 +86,9 @@ def mailbox_read(mailbox, slot, READER: gl.constexpr = ONE_WARPGROUP):
 ORDER = gl.constexpr(0)  # rows, longest first
 N_TILES = gl.constexpr(1)  # tiles to visit, by row
 N_MASKED = gl.constexpr(2)  # how many of them are masked
-OFFSETS = gl.constexpr(3)  # three per row: first run of full tiles, of tiles cut by the sequence's end, of partly masked tiles
+OFFSETS = gl.constexpr(3)  # four per row: first run of full tiles, of tiles cut by the sequence's end, of partly masked tiles, and the end of its runs
 START = gl.constexpr(4)  # first tile of a run
-COUNT = gl.constexpr(5)  # tiles of a run
+STOP = gl.constexpr(5)  # the tile after its last
 FIRST_BITS = gl.constexpr(6)  # index of a row's first block of mask bits; its masked tiles' blocks follow one another
 MASK_BITS = gl.constexpr(7)  # all blocks of mask bits, [blocks, rows, 4] int32
 
@@ -97,9 +97,9 @@ MASK_BITS = gl.constexpr(7)  # all blocks of mask bits, [blocks, rows, 4] int32
 def runs_of(tiles, row):
     """Of a row of the map: the index of its first block of mask bits, its first full run, its first masked run, and the end of its runs."""
     i_bits = uniform(gl.load(tiles[FIRST_BITS] + row))
-    full_run = uniform(gl.load(tiles[OFFSETS] + 3 * row))
-    masked_run = uniform(gl.load(tiles[OFFSETS] + 3 * row + 1))
-    end = uniform(gl.load(tiles[OFFSETS] + 3 * row + 3))
+    full_run = uniform(gl.load(tiles[OFFSETS] + 4 * row))
+    masked_run = uniform(gl.load(tiles[OFFSETS] + 4 * row + 1))
+    end = uniform(gl.load(tiles[OFFSETS] + 4 * row + 3))
     return i_bits, full_run, masked_run, end
 
 

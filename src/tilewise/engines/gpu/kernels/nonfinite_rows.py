@@ -14,7 +14,7 @@ the kernel that calls (see kernel_args.py).
 import triton
 import triton.language as tl
 
-from tilewise.engines.gpu.kernels.primitives import LOG2E, all_runs, dropout_keep, final_scores, load_rows, mask_applies, rounded_product, run_of, store_rows
+from tilewise.engines.gpu.kernels.primitives import LOG2E, all_runs, dropout_keep_of, final_scores, load_rows, mask_applies, rounded_product, run_of, store_rows
 
 CHUNK: tl.constexpr = tl.constexpr(16)  # keys, or queries, per step: less than a tile, so that there is little to compile
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -95,7 +95,7 @@ def row_step(b_q, state, kv, bh, o_q, i_kv, applies, tensors, args, MASK: tl.con
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if DROPOUT:
-        b_p = tl.where(dropout_keep(tensors.seed, args.mods.threshold, bh[0], bh[1], o_q[:, None], o_kv[None, :]), b_p, 0.0)
+        b_p = tl.where(dropout_keep_of(tensors.seed, args, bh, o_q[:, None], o_kv[None, :], C), b_p, 0.0)
     b_acc = b_acc * b_decay[:, None] + masked_sum(tl.trans(b_p), tl.trans(b_s), b_v)[None, :]
     return b_top, b_l, b_acc
 
@@ -165,7 +165,7 @@ def dscore_of_row(query, kv, bh, o_q, i_kv, applies, tensors, args, MASK: tl.con
     b_p = exp2_clamped(b_s * mods.scale[1] - b_lse[:, None])  # P = 2^(s - lse)
     b_dp = tl.sum(b_v * b_do, 1)[None, :]  # dP = dO V^T
     if DROPOUT:
-        keep = dropout_keep(tensors.seed, mods.threshold, bh[0], bh[1], o_q[:, None], o_kv[None, :])
+        keep = dropout_keep_of(tensors.seed, args, bh, o_q[:, None], o_kv[None, :], C)
         b_dp = tl.where(keep, b_dp * mods.keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])  # dS = P (dP - delta)
     if DSCORE is not None:
@@ -238,7 +238,7 @@ def dkdv_step(key, sums, queries, bh, i_q, applies, tensors, args, MASK: tl.cons
     b_dp = tl.sum(b_do * b_v, 1)[:, None]  # dP = dO V^T
     b_pd = b_p
     if DROPOUT:
-        keep = dropout_keep(tensors.seed, mods.threshold, bh[0], bh[1], o_q[:, None], o_kv[None, :])
+        keep = dropout_keep_of(tensors.seed, args, bh, o_q[:, None], o_kv[None, :], C)
         b_pd = tl.where(keep, b_p * mods.keep_scale, 0.0)
         b_dp = tl.where(keep, b_dp * mods.keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta)  # dS = P (dP - delta)

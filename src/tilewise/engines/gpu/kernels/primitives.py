@@ -55,26 +55,27 @@ def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 # A row of a tile schedule visits runs of consecutive tiles, in three groups: full tiles, full tiles that the end of the sequence cuts, partial tiles.
-# offsets[3 row + g] is the first run of group g; starts and counts give each run's first tile and number of tiles.
+# offsets[4 row + g] is the first run of group g, offsets[4 row + 3] the end of the row's runs; starts and stops give each run's first tile and the one after
+# its last.
 
 
 @triton.jit
 def full_runs(schedule, row):
     """The runs whose tiles need to check neither the end of the sequence nor the mask."""
-    return tl.load(schedule.offsets + 3 * row), tl.load(schedule.offsets + 3 * row + 1)
+    return tl.load(schedule.offsets + 4 * row), tl.load(schedule.offsets + 4 * row + 1)
 
 
 @triton.jit
 def masked_runs(schedule, row):
     """The other runs."""
-    return tl.load(schedule.offsets + 3 * row + 1), tl.load(schedule.offsets + 3 * row + 3)
+    return tl.load(schedule.offsets + 4 * row + 1), tl.load(schedule.offsets + 4 * row + 3)
 
 
 @triton.jit
 def all_runs(schedule, row, MAPPED: tl.constexpr):
     """Without a tile map everything is one run."""
     if MAPPED:
-        return tl.load(schedule.offsets + 3 * row), tl.load(schedule.offsets + 3 * row + 3)
+        return tl.load(schedule.offsets + 4 * row), tl.load(schedule.offsets + 4 * row + 3)
     else:
         return 0, 1
 
@@ -82,8 +83,7 @@ def all_runs(schedule, row, MAPPED: tl.constexpr):
 @triton.jit
 def run_of(schedule, run):
     """A run's first tile, and the one after its last."""
-    start = tl.load(schedule.starts + run)
-    return start, start + tl.load(schedule.counts + run)
+    return tl.load(schedule.starts + run), tl.load(schedule.stops + run)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def mask_applies(schedule, row, run, GIVEN: tl.constexpr):
     Only a caller's own tiles (GIVEN) can be full where the mask forbids something. All others are full because the mask allows everything.
     """
     if GIVEN:
-        return tl.where(run >= tl.load(schedule.offsets + 3 * row + 2), -1, 0)
+        return tl.where(run >= tl.load(schedule.offsets + 4 * row + 2), -1, 0)
     else:
         return -1
 
@@ -196,9 +196,29 @@ def dropout_keep(p_seed, threshold, i_b, i_h, o_q, o_kv):
 
 
 @triton.jit
-def apply_dropout(b_p, p_seed, threshold, bh, o_q, o_kv):
+def dropout_keep_of(p_seed, args, bh, o_q, o_kv, C: tl.constexpr):
+    """dropout_keep of a problem's elements; where it is a part of another, by their places in the whole."""
+    if C.value.placed:
+        o_q = in_whole(o_q, args.mods.places.query_squares, args.shape.n_q)
+        o_kv = in_whole(o_kv, args.mods.places.key_squares, args.shape.n_kv)
+        return dropout_keep(p_seed, args.mods.threshold, args.mods.places.batch + bh[0], args.mods.places.head + bh[1], o_q, o_kv)
+    else:
+        return dropout_keep(p_seed, args.mods.threshold, bh[0], bh[1], o_q, o_kv)
+
+
+@triton.jit
+def in_whole(o, p_squares, n):
+    """The positions in the whole of a part's tokens o, of which there are n. 16 of them share a square (core/places.py). Unsigned, so that the compiler sees
+    which of them share a Philox counter."""
+    o = o.to(tl.uint32)
+    last = ((n - 1) // 16).to(tl.uint32)
+    return load_unpipelined(p_squares + tl.minimum(o // 16, last)).to(tl.uint32) * 16 + o % 16
+
+
+@triton.jit
+def apply_dropout(b_p, p_seed, args, bh, o_q, o_kv, C: tl.constexpr):
     """P with its dropped elements 0; the kept ones are scaled later, with the output."""
-    return tl.where(dropout_keep(p_seed, threshold, bh[0], bh[1], o_q, o_kv), b_p, 0.0)
+    return tl.where(dropout_keep_of(p_seed, args, bh, o_q, o_kv, C), b_p, 0.0)
 
 
 # -- contributions to captures' gradients -----------------------------------------------------------------------------------

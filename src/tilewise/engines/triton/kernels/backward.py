@@ -10,7 +10,7 @@ import triton.language as tl
 from tilewise.engines.gpu.kernels.nonfinite_rows import dkdv_rows, dq_rows, lse_base2
 from tilewise.engines.gpu.kernels.primitives import (
     dot_rows_bwd,
-    dropout_keep,
+    dropout_keep_of,
     final_scores,
     full_runs,
     has_nonfinite,
@@ -30,13 +30,14 @@ from tilewise.engines.triton import config
 def bwd_preprocess(tensors, args, C: tl.constexpr):
     """delta = sum over the head dim of dO * O, less dlse, of M rows of one (batch, head).
 
-    C.folded: also stores -lse / unit and -delta as 16-bit terms for `add_shift`, so that `bwd` need not split them in every tile.
+    C.folded: also stores -lse / unit and -delta as 16-bit terms for `add_shift`, so that `bwd` need not split them in every tile. C.has_sums: also clears the
+    sums of dQ, which reach past the last query.
     """
     M: tl.constexpr = C.value.m
     DV: tl.constexpr = C.value.dv
     DV_TRUE: tl.constexpr = C.value.dv_true
-    n_heads, n_q = args.n_heads, args.n_q
-    n_tiles = (n_q + M - 1) // M
+    n_heads, n_q, n_rows = args.n_heads, args.n_q, args.n_rows
+    n_tiles = (n_rows + M - 1) // M
     i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     i_b, i_h = i_bh // n_heads, i_bh % n_heads
     first = i_tile * M
@@ -55,6 +56,10 @@ def bwd_preprocess(tensors, args, C: tl.constexpr):
         b_lse = lse_base2(tl.load(tensors.lse + o_row, mask=inside, other=0.0))  # [M]
         store_shift(tensors.shift, o_row, inside, -b_lse / args.unit, 1.0)
         store_shift(tensors.shift + SHIFT_TERMS, o_row, inside, -b_delta, 0.0)
+    if C.value.has_sums:
+        D_SUM: tl.constexpr = C.value.d_sum
+        o_sum = i_bh.to(tl.int64) * n_rows + first + tl.arange(0, M)
+        tl.store(tensors.dq_sums + o_sum[:, None] * D_SUM + tl.arange(0, D_SUM)[None, :], tl.zeros([M, D_SUM], tl.float32))
 
 
 # dkdv programs hold transposed scores [N keys, M queries] and need lse and delta of every query in every row, which would cost each thread loads and
@@ -256,7 +261,7 @@ def dkdv_tile(
     b_dp = dot_rows_bwd(b_v, b_do, PRECISION)  # dP^T = V dO^T [N, M]
     b_pd = b_p
     if C.value.dropout:
-        keep = dropout_keep(tensors.seed, mods.threshold, bh[0], bh[1], o_q[None, :], o_kv[:, None])
+        keep = dropout_keep_of(tensors.seed, args, bh, o_q[None, :], o_kv[:, None], C)
         b_pd = tl.where(keep, b_p * mods.keep_scale, 0.0)
         b_dp = tl.where(keep, b_dp * mods.keep_scale, 0.0)
     if FOLDED:
@@ -418,7 +423,7 @@ def dq_tile(
     b_p = tl.exp2(b_s * mods.scale[1] - b_lse[:, None])  # P = 2^(s - lse) [M, N]
     b_dp = dot_rows_bwd(b_do, b_v, PRECISION)  # dP = dO V^T [M, N]
     if C.value.dropout:
-        keep = dropout_keep(tensors.seed, mods.threshold, bh[0], bh[1], o_q[:, None], o_kv[None, :])
+        keep = dropout_keep_of(tensors.seed, args, bh, o_q[:, None], o_kv[None, :], C)
         b_dp = tl.where(keep, b_dp * mods.keep_scale, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])  # dS = P (dP - delta)
     seen_kv = tl.minimum(o_kv, n_kv - 1)[None, :]

@@ -6,21 +6,22 @@ import triton.language as tl
 from tilewise.engines.gpu.kernels.nonfinite_rows import CHUNK, LN2, row_step
 from tilewise.engines.gpu.kernels.primitives import LOG2E, accumulate_pv, apply_dropout, dot_rows, final_scores, has_nonfinite, load_rows, overflowed
 
+SEARCHED: tl.constexpr = tl.constexpr(4096)  # elements of the mask evaluated at a time, in search of keys that are attended to
+
 
 @triton.jit
 def decode_split(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
-    """Maximum, sum and weighted values of the query rows of one key head over one split of its keys.
+    """The query rows of one key head over one split of its keys: their maximum, sum and weighted values, or, where there is one split alone, their output.
 
-    The query heads that share a key head are packed into the rows of one tile, so that each key is read once for all of them. There is no tile map:
-    a program first asks the mask which of its key tiles any row attends to, then reads from the first to the last of those. So a cache that grows
-    within its buffer changes nothing on the host. `decode_combine` puts the splits together.
+    The query heads that share a key head are packed into the rows of one tile, so that each key is read once for all of them. Splits take turns with the
+    key tiles, so that all have as much to do wherever the keys lie that are attended to. There is no tile map: a program asks the mask for the first and
+    the last of its key tiles that any row attends to, and reads none before or after. So a cache that grows within its buffer changes nothing on the
+    host, and what is not written yet is not read. `decode_combine` puts the splits together.
     """
     M: tl.constexpr = C.value.m
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
-    DV: tl.constexpr = C.value.dv
     D_TRUE: tl.constexpr = C.value.d_true
-    DV_TRUE: tl.constexpr = C.value.dv_true
     n_heads, ratio, n_q, n_kv = args.shape
     n_splits = args.n_splits
     pid = tl.program_id(0)
@@ -28,7 +29,6 @@ def decode_split(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.c
     n_kv_heads = n_heads // ratio
     i_b, i_hk = i_bh // n_kv_heads, i_bh % n_kv_heads
     o_row = tl.arange(0, M)
-    inside = o_row < ratio * n_q
     row = tl.minimum(o_row, ratio * n_q - 1)  # rows past the end repeat the last one and are not stored
     i_h = (i_hk * ratio + row // n_q)[:, None]
     i_q = (row % n_q)[:, None]
@@ -43,32 +43,98 @@ def decode_split(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.c
     p_k = tensors.k + (i_b * args.strides.k[0] + i_hk * args.strides.k[1])
     p_v = tensors.v + (i_b * args.strides.v[0] + i_hk * args.strides.v[1])
 
-    first = i_split * args.tiles_per_split
-    last = tl.minimum(first + args.tiles_per_split, (n_kv + N - 1) // N)
+    first, last = i_split, (n_kv + N - 1) // N
     if MASK is not None:
-        mask = args.mods.mask
-        lowest, highest = last, first
-        for i_kv in range(first, last):
-            o_kv = i_kv * N + tl.arange(0, N)
-            allowed = MASK(i_b, i_h, i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask[0], mask[1], mask[2], mask[3])
-            any_row = tl.max(tl.max(allowed + tl.zeros([M, N], tl.int32), 1), 0) >= 0
-            lowest = tl.where(any_row, tl.minimum(lowest, i_kv), lowest)
-            highest = tl.where(any_row, i_kv + 1, highest)
-        first, last = lowest, highest
-
+        first, last = seen_tiles((i_b, i_h), i_q, i_split, args, MASK, C)
     b_m, b_l, b_acc = split_tiles(b_q, (p_k, p_v), (i_b, i_h), i_q, first, last, tensors, args, MASK, SCORE, C)
-    o_out = (i_bh * n_splits + i_split) * (ratio * n_q) + o_row  # into [batch * kv heads, splits, rows]
-    tl.store(tensors.row_max + o_out, b_m, mask=inside)
-    tl.store(tensors.row_sum + o_out, b_l, mask=inside)
-    o_dv = tl.arange(0, DV)
-    tl.store(tensors.acc + o_out[:, None].to(tl.int64) * DV_TRUE + o_dv[None, :], b_acc, mask=inside[:, None] & (o_dv[None, :] < DV_TRUE))
+    put_rows(o_row, (b_m, b_l, b_acc), i_bh, i_split, tensors, args, C)
     if has_nonfinite(b_acc) | overflowed(b_m, b_l):
-        split_rows((p_k, p_v), (i_bh * n_splits + i_split) * (ratio * n_q), i_b, i_hk * ratio, first, last, tensors, args, MASK, SCORE, C)
+        split_rows((p_k, p_v), i_bh, i_split, first, last, tensors, args, MASK, SCORE, C)
+
+
+@triton.jit
+def seen_tiles(bh, i_q, i_split, args, MASK: tl.constexpr, C: tl.constexpr):
+    """The first of a split's key tiles in which any row attends to anything, and the one after the last such: a search from either end, several tiles at a
+    time, which costs little but where it saves the reading of keys."""
+    M: tl.constexpr = C.value.m
+    N: tl.constexpr = C.value.n
+    AT_ONCE: tl.constexpr = 1 if M * N >= SEARCHED else SEARCHED // (M * N)  # tiles
+    n_splits = args.n_splits
+    n_tiles = (args.shape.n_kv + N - 1) // N
+    step = n_splits * AT_ONCE
+    lowest, highest = n_tiles, 0
+    i_kv = i_split
+    while (i_kv < n_tiles) & (lowest == n_tiles):
+        lowest, highest = seen_among(bh, i_q, i_kv, args, MASK, AT_ONCE, C)
+        i_kv += step
+    if lowest < n_tiles:
+        i_kv = i_split + (n_tiles - 1 - i_split) // step * step
+        highest = 0
+        while (highest == 0) & (i_kv >= i_split):  # there is one, unless somebody writes to the mask's tensors meanwhile
+            _, highest = seen_among(bh, i_q, i_kv, args, MASK, AT_ONCE, C)
+            i_kv -= step
+    return lowest, highest
+
+
+@triton.jit
+def seen_among(bh, i_q, i_kv, args, MASK: tl.constexpr, AT_ONCE: tl.constexpr, C: tl.constexpr):
+    """The same among some tiles of a split, from tile i_kv on: the number of tiles and 0 if nothing is attended to."""
+    M: tl.constexpr = C.value.m
+    N: tl.constexpr = C.value.n
+    n_kv = args.shape.n_kv
+    n_tiles = (n_kv + N - 1) // N
+    o = tl.arange(0, AT_ONCE * N)
+    o_tile = i_kv + o // N * args.n_splits
+    o_kv = o_tile * N + o % N
+    mask = args.mods.mask
+    allowed = MASK(bh[0], bh[1], i_q, tl.minimum(o_kv, n_kv - 1)[None, :], mask[0], mask[1], mask[2], mask[3])
+    seen = ((allowed + tl.zeros([M, AT_ONCE * N], tl.int32)) >= 0) & (o_kv < n_kv)[None, :]
+    lowest = tl.min(tl.min(tl.where(seen, o_tile[None, :], n_tiles), 1), 0)
+    highest = tl.max(tl.max(tl.where(seen, o_tile[None, :] + 1, 0), 1), 0)
+    return lowest, highest
+
+
+@triton.jit
+def put_rows(o_row, state, i_bh, i_split, tensors, args, C: tl.constexpr):
+    """Stores packed rows o_row [R] of one key head: maximum, sum and weighted values of a split, or the output, if that is all there is."""
+    DV: tl.constexpr = C.value.dv
+    DV_TRUE: tl.constexpr = C.value.dv_true
+    n_heads, ratio, n_q = args.shape.n_heads, args.shape.ratio, args.shape.n_q
+    b_m, b_l, b_acc = state
+    inside = o_row < ratio * n_q
+    o_dv = tl.arange(0, DV)
+    if C.value.whole:
+        n_kv_heads = n_heads // ratio
+        row = tl.minimum(o_row, ratio * n_q - 1)
+        i_b, i_h, i_q = i_bh // n_kv_heads, (i_bh % n_kv_heads) * ratio + row // n_q, row % n_q
+        b_top = b_m
+        if C.value.sinks:
+            b_sink = tl.load(tensors.sinks + i_h).to(tl.float32) * LOG2E
+            b_top = tl.maximum(b_m, b_sink)
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_weight = tl.exp2(b_m - b_base)
+        b_total = b_l * b_weight
+        if C.value.sinks:
+            b_total += tl.exp2(b_sink - b_base)
+        b_nothing = b_total == 0.0
+        b_safe = tl.where(b_nothing, 1.0, b_total)
+        b_out = b_acc * (b_weight * (args.mods.keep_scale / b_safe))[:, None]  # [R, DV]
+        o_lse = (i_b * n_heads + i_h) * n_q + i_q
+        tl.store(tensors.max_score + o_lse, b_m * LN2, mask=inside)
+        tl.store(tensors.lse + o_lse, tl.where(b_nothing, float("-inf"), (b_base + tl.log2(b_safe)) * LN2), mask=inside)
+        p_out = tensors.out + i_b * args.strides.out[0] + i_h[:, None] * args.strides.out[1] + i_q[:, None] * args.strides.out[2]
+        tl.store(p_out + o_dv[None, :] * args.strides.out[3], b_out.to(tensors.out.dtype.element_ty), mask=inside[:, None] & (o_dv[None, :] < DV_TRUE))
+    else:
+        o_out = (i_bh * args.n_splits + i_split) * (ratio * n_q) + o_row  # into [batch * kv heads, splits, rows]
+        tl.store(tensors.row_max + o_out, b_m, mask=inside)
+        tl.store(tensors.row_sum + o_out, b_l, mask=inside)
+        tl.store(tensors.acc + o_out[:, None].to(tl.int64) * DV_TRUE + o_dv[None, :], b_acc, mask=inside[:, None] & (o_dv[None, :] < DV_TRUE))
 
 
 @triton.jit
 def split_tiles(b_q, kv, bh, i_q, first, last, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
-    """Maximum [M], sum [M] and weighted values [M, DV] over the key tiles from `first` to `last`. Only the last tile of the sequence can reach past its end."""
+    """Maximum [M], sum [M] and weighted values [M, DV] over a split's key tiles from `first` to `last`. Only the last tile of the sequence can reach past its
+    end."""
     M: tl.constexpr = C.value.m
     N: tl.constexpr = C.value.n
     DV: tl.constexpr = C.value.dv
@@ -76,10 +142,12 @@ def split_tiles(b_q, kv, bh, i_q, first, last, tensors, args, MASK: tl.constexpr
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_l = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, DV], tl.float32)
+    n_splits = args.n_splits
     whole = tl.minimum(last, args.shape.n_kv // N)
-    for i_kv in tl.range(first, whole, num_stages=STAGES):
+    for i_kv in tl.range(first, whole, n_splits, num_stages=STAGES):
         b_m, b_l, b_acc = split_tile(b_q, (b_m, b_l, b_acc), kv, bh, i_q, i_kv, tensors, args, MASK, SCORE, False, C)
-    for i_kv in tl.range(tl.maximum(first, whole), last, num_stages=1):
+    rest = first + (tl.maximum(whole - first, 0) + n_splits - 1) // n_splits * n_splits
+    for i_kv in tl.range(rest, last, n_splits, num_stages=1):
         b_m, b_l, b_acc = split_tile(b_q, (b_m, b_l, b_acc), kv, bh, i_q, i_kv, tensors, args, MASK, SCORE, True, C)
     return b_m, b_l, b_acc
 
@@ -110,20 +178,21 @@ def split_tile(b_q, state, kv, bh, i_q, i_kv, tensors, args, MASK: tl.constexpr,
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if C.value.dropout:
-        b_p = apply_dropout(b_p, tensors.seed, args.mods.threshold, bh, i_q, o_kv[None, :])
+        b_p = apply_dropout(b_p, tensors.seed, args, bh, i_q, o_kv[None, :], C)
     b_acc = accumulate_pv(b_acc, b_decay, b_p, b_v, PRECISION)
     return b_top, b_l, b_acc
 
 
 @triton.jit
-def split_rows(kv, o_out, i_b, i_head, first, last, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
-    """The packed rows again, one at a time (see nonfinite_rows.py). i_head is the first of the query heads, o_out the first row's place."""
+def split_rows(kv, i_bh, i_split, first, last, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+    """The packed rows again, one at a time (see nonfinite_rows.py)."""
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
     DV: tl.constexpr = C.value.dv
     D_TRUE: tl.constexpr = C.value.d_true
-    DV_TRUE: tl.constexpr = C.value.dv_true
     ratio, n_q = args.shape.ratio, args.shape.n_q
+    n_kv_heads = args.shape.n_heads // ratio
+    i_b, i_head = i_bh // n_kv_heads, (i_bh % n_kv_heads) * ratio
     for row in range(0, ratio * n_q):
         i_h, i_q = i_head + row // n_q, row % n_q
         p_q = tensors.q + i_b * args.strides.q[0] + i_h * args.strides.q[1] + i_q * args.strides.q[2]
@@ -131,14 +200,11 @@ def split_rows(kv, o_out, i_b, i_head, first, last, tensors, args, MASK: tl.cons
         b_m = tl.full([1], float("-inf"), tl.float32)
         b_l = tl.zeros([1], tl.float32)
         b_acc = tl.zeros([1, DV], tl.float32)
-        for i_kv in tl.range(first * (N // CHUNK), last * (N // CHUNK), num_stages=1):
-            o_q = i_q + tl.arange(0, 1)
-            b_m, b_l, b_acc = row_step(b_q, (b_m, b_l, b_acc), kv, (i_b, i_h), o_q, i_kv, -1, tensors, args, MASK, SCORE, C)
-        o_row = o_out + row + tl.arange(0, 1)
-        tl.store(tensors.row_max + o_row, b_m)
-        tl.store(tensors.row_sum + o_row, b_l)
-        o_dv = tl.arange(0, DV)
-        tl.store(tensors.acc + o_row[:, None].to(tl.int64) * DV_TRUE + o_dv[None, :], b_acc, mask=o_dv[None, :] < DV_TRUE)
+        o_q = i_q + tl.arange(0, 1)
+        for i_kv in range(first, last, args.n_splits):
+            for i_chunk in tl.range(i_kv * (N // CHUNK), (i_kv + 1) * (N // CHUNK), num_stages=1):
+                b_m, b_l, b_acc = row_step(b_q, (b_m, b_l, b_acc), kv, (i_b, i_h), o_q, i_chunk, -1, tensors, args, MASK, SCORE, C)
+        put_rows(row + tl.arange(0, 1), (b_m, b_l, b_acc), i_bh, i_split, tensors, args, C)
 
 
 @triton.jit

@@ -125,7 +125,7 @@ def attend_tile(queries, state, kv, bh, i_kv, applies, tensors, args, MASK: tl.c
     b_decay = tl.exp2(b_m - b_base)
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if C.value.dropout:
-        b_p = apply_dropout(b_p, tensors.seed, args.mods.threshold, bh, o_q[:, None], o_kv[None, :])
+        b_p = apply_dropout(b_p, tensors.seed, args, bh, o_q[:, None], o_kv[None, :], C)
     b_v = load_rows(kv[1] + first * args.strides.v[2], args.strides.v, n_left, N, DV, DV_TRUE, MASKED, narrow)  # [N, DV]
     if C.value.upcast:
         b_v = b_v.to(tl.float32)

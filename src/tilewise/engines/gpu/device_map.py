@@ -1,0 +1,357 @@
+"""Tile schedules of masks that load from tensors, made by kernels on the current stream.
+
+Such a mask may be another at every step (packed documents, lengths), so nothing here waits for the device: no number comes back from it, and every size
+follows from shapes. That also makes it work inside a CUDA graph, whose replays then follow the tensors' contents.
+
+Other masks are functions of the positions alone, and given tiles are what they are: their maps (tile_classifier.py) are made once.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewise.core.locks import new_lock
+from tilewise.core.map_cache import contents_key, exact, maps
+from tilewise.core.problem import Problem
+from tilewise.core.weak_cache import WeakCache
+from tilewise.engines.gpu.driver import capture_id, stream_of
+from tilewise.engines.gpu.kernel_args import BaseConstants, BaseGeometry, OrderConstants, RowsConstants, RowsGeometry
+from tilewise.engines.gpu.launch import AnyTensor, KernelLaunch, Launch, PreparedLaunch, prepare, stretches
+from tilewise.engines.gpu.limits import interpreted
+from tilewise.engines.gpu.mods import extents_of, mask_of, mod_arguments
+
+SIZE = 16  # of a base tile: every kernel's tiles consist of whole ones
+FORBIDS, ALLOWS = 1, 2  # bits of a state
+COLUMNS = 512  # keys of the base tiles that a program evaluates: 64 elements a thread
+CHUNK = 128  # tiles of a row, or rows of a head, looked at together
+TILE = 128  # of most kernels
+MAX_ELEMENTS = 2**31  # of a mask, in whole tiles: the mask bits of a pass take 256 MiB
+MAX_MAPS = 64
+MAX_BYTES = 2**30  # of what is kept for maps, all together
+MAX_RECIPES = 256
+Value = TypeVar("Value")
+
+
+def is_made_on_device(p: Problem) -> bool:
+    """Whether a problem's tile schedules are made here; on the meta device, whether they would be."""
+    if p.mask is None or not p.mask.captures or p.given_tiles is not None:
+        return False
+    return mask_elements(p) <= MAX_ELEMENTS and (p.device.type != "cpu" or interpreted())
+
+
+def mask_elements(p: Problem) -> int:
+    """In whole tiles: as many bits is what the mask bits of a pass take."""
+    batch, heads = _copies(p)
+    return batch * heads * (-(-p.q_len // TILE) * TILE) * (-(-p.kv_len // TILE) * TILE)
+
+
+def _copies(p: Problem) -> tuple[int, int]:
+    """How many batches and heads have a map of their own: one serves whatever the mask does not look at."""
+    assert p.mask is not None
+    uses = p.mask.program.uses
+    return p.batch if "b" in uses else 1, p.heads if "h" in uses else 1
+
+
+class Tables(NamedTuple):
+    """What kernels read of a tile schedule, in the order in which the Hopper kernels want it."""
+
+    order: AnyTensor  # [rows] of each (batch, head), those with most tiles first
+    n_tiles: AnyTensor  # [rows] tiles to visit
+    n_masked: AnyTensor  # [rows] how many of them are masked: partial, or cut by the end of the sequence
+    offsets: AnyTensor  # [4 rows] see kernels/primitives.py
+    starts: AnyTensor  # [rows * room]
+    stops: AnyTensor
+    first_bits: AnyTensor  # [rows] each row's first block of mask bits
+
+
+class Recipe:
+    """The launches that make the maps of one structure (`mask_structure`), each prepared once: what differs between such maps is addresses."""
+
+    def __init__(self, p: Problem) -> None:
+        self.batch, self.heads = _copies(p)
+        self.q_len, self.kv_len, self.device = p.q_len, p.kv_len, p.device
+        self._launches: dict[Hashable, PreparedLaunch] = {}
+
+    def launch(self, name: Hashable, make: Callable[[], Launch]) -> KernelLaunch:
+        """`name` has to tell this launch from the others of the structure."""
+        found = self._launches.get(name)
+        if found is not None:
+            return found
+        made = prepare(make(), self.device)
+        if isinstance(made, PreparedLaunch):
+            self._launches[name] = made
+        return made
+
+
+class DeviceMap:
+    """The base tiles of a mask, and what engines make from them.
+
+    It may be used on several streams. Whoever uses it waits for what the last maker's stream had been given until then, and a maker is a user first: so its
+    event stands for everything in here.
+    """
+
+    def __init__(self, p: Problem, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.nbytes = 0
+        self._derived: dict[Hashable, Any] = {}
+        self._tensors: list[Tensor] = []
+        self._lock = new_lock()
+        self._stream = stream_of(recipe.device)
+        self._made = torch.cuda.Event() if recipe.device.type == "cuda" else None
+        self._is_recorded = False
+        self._states = self.empty((recipe.batch * recipe.heads, -(-recipe.q_len // SIZE), -(-recipe.kv_len // SIZE)), torch.int8)
+        recipe.launch("base_states", lambda: base_launch(p, self._states)).launch([self._states, *captures_of(p)])
+
+    def publish(self) -> None:
+        """Whoever makes several things says so when they are made: to record an event takes as long as a launch. If another stream comes before, it is
+        recorded for that one."""
+        with self._lock:
+            self._record()
+
+    def _record(self) -> None:
+        """The event stands for everything that the maker's stream has been given."""
+        if self._made is None or self._is_recorded:
+            return
+        stream = torch.cuda.current_stream(self.recipe.device)
+        if stream.cuda_stream != self._stream:
+            stream = torch.cuda.ExternalStream(self._stream, self.recipe.device)
+        self._made.record(stream)
+        self._is_recorded = True
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+        """Memory that is kept as long as this map."""
+        made = torch.empty(shape, dtype=dtype, device=self.recipe.device)
+        self._tensors.append(made)
+        self.nbytes += made.nbytes
+        return made
+
+    def remember(self, name: Hashable, make: Callable[[], Value]) -> Value:
+        """What is made from this map, now or earlier, ready for the current stream."""
+        with self._lock:
+            stream = stream_of(self.recipe.device)
+            if stream != self._stream:
+                self._record()
+                self._wait()
+            found: Value | None = self._derived.get(name)
+            if found is None:
+                self._stream, self._is_recorded = stream, False
+                found = self._derived[name] = make()
+            return found
+
+    def _wait(self) -> None:
+        """Let the current stream wait for what is in here, and no memory of it be reused before that stream is done."""
+        assert self._made is not None
+        stream = torch.cuda.current_stream(self.recipe.device)
+        stream.wait_event(self._made)
+        for t in self._tensors:
+            t.record_stream(stream)
+
+    def rows(self, tile: tuple[int, int], by_keys: bool) -> Tables:
+        """A row per query tile over key tiles, or per key tile over query tiles."""
+        return self.remember((tile, by_keys), lambda: self._make_rows(tile, by_keys))
+
+    def _make_rows(self, tile: tuple[int, int], by_keys: bool) -> Tables:
+        r = self.recipe
+        geometry, sizes = table_sizes(r.batch * r.heads, r.q_len, r.kv_len, tile, by_keys)
+        tables = Tables(*stretches(self.empty((sum(sizes),)), sizes))
+        runs = r.launch(("schedule_rows", tile, by_keys), lambda: rows_launch(sizes[0], tile, by_keys, geometry, self._states, tables))
+        runs.launch([self._states, *tables])
+        r.launch(("order_rows", tile, by_keys), lambda: order_launch(sizes[0], geometry, tables)).launch([*tables])
+        return tables
+
+
+# -- maps are kept ---------------------------------------------------------------------------------------------------
+
+
+class DeviceMapCache:
+    """The most recently used maps, one for each mask: new contents take the place of the old.
+
+    A map is a function of the mask's program, its numbers, the contents of its captures, and the sizes of the problem. The first, second and last are its
+    recipe, which with the captures' identity is the key; `contents_key` is kept beside the map and compared. Captures are held weakly.
+
+    Inside a capture of a CUDA graph nothing that was made outside is used, because a replay must follow what the tensors hold by then, and nothing made
+    inside is used outside, because it holds something only after a replay. A capture's own maps serve the rest of that capture.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0  # tests count
+        self._recipes: dict[Hashable, Recipe] = {}
+        self._kept: WeakCache[tuple[Any, DeviceMap]] = WeakCache(MAX_MAPS)
+        self._bytes = 0  # of all maps that live
+        self._captured = (0, self._kept)  # the latest capture, and its maps
+
+    def get(self, p: Problem) -> DeviceMap:
+        assert p.mask is not None
+        recipe, captures = self._recipe(p), p.mask.captures
+        contents = contents_key(captures)
+        if contents is None:
+            return self._make(p, recipe)
+        cache = self._cache_of(capture_id(stream_of(p.device)))
+        key = (recipe, *[id(t) for t in captures])
+        found = cache.find(key, captures)
+        if found is not None and found[0] == contents:
+            return found[1]
+        made = self._make(p, recipe)
+        if cache is self._kept:
+            self._weigh(made, made.nbytes + mask_elements(p) // 2)  # and the mask bits of both passes, with tiles of 64
+        cache.keep(key, captures, (contents, made))
+        return made
+
+    def _recipe(self, p: Problem) -> Recipe:
+        structure = mask_structure(p)
+        found = self._recipes.get(structure)
+        if found is None:
+            if len(self._recipes) >= MAX_RECIPES:
+                self._recipes.clear()
+            found = self._recipes[structure] = Recipe(p)
+        return found
+
+    def _cache_of(self, capture: int) -> WeakCache[tuple[Any, DeviceMap]]:
+        """That of a capture, or the one outside of captures (0). Maps of an earlier capture are let go of."""
+        latest = self._captured
+        if latest[0] != capture:
+            latest = self._captured = (capture, WeakCache(MAX_MAPS) if capture else self._kept)
+        return latest[1]
+
+    def forget_capture(self) -> None:
+        """Let go of the maps of a capture, whose memory is the graph's."""
+        self._captured = (0, self._kept)
+
+    def _make(self, p: Problem, recipe: Recipe) -> DeviceMap:
+        self.made += 1
+        return DeviceMap(p, recipe)
+
+    def _weigh(self, made: DeviceMap, size: int) -> None:
+        """Count a map as long as it lives. When all of them grow large, everything is forgotten, with the launches that hold their schedules."""
+        self._bytes += size
+        weakref.finalize(made, self._lighten, size).atexit = False
+        if self._bytes > max(MAX_BYTES, size):  # others than this one
+            maps.clear()
+
+    def _lighten(self, size: int) -> None:
+        self._bytes -= size
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+device_maps = DeviceMapCache()
+maps.on_clear.append(device_maps.clear)
+
+
+def device_map_of(p: Problem) -> DeviceMap | None:
+    """The map of a problem, if it is made on the device."""
+    return device_maps.get(p) if is_made_on_device(p) else None
+
+
+class FoundOnce:
+    """`device_map_of` for the launches of one pass, which ask for the same map several times."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, DeviceMap | None]] = []  # by mask: that of tokens in strips is another
+
+    def __call__(self, p: Problem) -> DeviceMap | None:
+        for mask, found in self._known:
+            if mask is p.mask:
+                return found
+        made = device_map_of(p)
+        self._known.append((p.mask, made))
+        return made
+
+    def publish(self) -> None:
+        for _, made in self._known:
+            if made is not None:
+                made.publish()
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def mask_structure(p: Problem) -> Hashable:
+    """Everything of a mask in a launch but its captures' addresses: its function is made from the program, the integers, the captures' layouts and the
+    sizes (mods.py), and is given these and the floats."""
+    if p.mask is None:
+        return extents_of(p), p.device
+    layouts = tuple([(t.dtype, t.shape, t.stride()) for t in p.mask.captures])
+    return p.mask.program.text, p.mask.ints, exact(p.mask.floats), layouts, extents_of(p), p.device
+
+
+def captures_of(p: Problem) -> tuple[Tensor, ...]:
+    return () if p.mask is None else p.mask.captures
+
+
+def mask_numbers(p: Problem) -> dict[str, Any]:
+    """The mask's arguments but its captures."""
+    _, ints, floats, sizes = mod_arguments(p)["mask"]
+    return {"ints": ints, "floats": floats, "sizes": sizes}
+
+
+def kernels() -> Mapping[str, Any]:
+    """Imports Triton, so only when a kernel has to be compiled."""
+    from tilewise.engines.gpu.kernels.device_map import base_states, order_rows, schedule_rows
+
+    return {"base_states": base_states, "schedule_rows": schedule_rows, "order_rows": order_rows}
+
+
+def base_launch(p: Problem, states: Tensor) -> Launch:
+    heads, rows, columns = states.shape
+    blocks = -(-p.kv_len // COLUMNS)
+    return Launch(
+        "base_states",
+        kernels,
+        heads * rows * blocks,
+        {"p_states": states, "captures": captures_of(p)},
+        {"geometry": BaseGeometry(_copies(p)[1], rows, columns, blocks, p.q_len, p.kv_len), **mask_numbers(p)},
+        {"MASK": mask_of(p), "C": BaseConstants(FORBIDS, ALLOWS, SIZE, COLUMNS)},
+        4,
+        1,
+        fp_fusion=False,
+    )
+
+
+@lru_cache(maxsize=1024)
+def table_sizes(heads: int, q_len: int, kv_len: int, tile: tuple[int, int], by_keys: bool) -> tuple[RowsGeometry, tuple[int, ...]]:
+    """Of the rows of so many heads; and how long each of the Tables is."""
+    geometry = rows_geometry(q_len, kv_len, tile, by_keys)
+    rows = heads * geometry.n_rows
+    room = rows * (2 * geometry.n_half + 1)
+    return geometry, (rows, rows, rows, 4 * rows, room, room, rows)
+
+
+def rows_geometry(q_len: int, kv_len: int, tile: tuple[int, int], by_keys: bool) -> RowsGeometry:
+    along, across = -(-q_len // SIZE), -(-kv_len // SIZE)
+    rows, columns, end, strides = -(-q_len // tile[0]), -(-kv_len // tile[1]), kv_len % tile[1], (across, 1)
+    if by_keys:
+        along, across, rows, columns, end, strides = across, along, columns, rows, q_len % tile[0], (1, across)
+    return RowsGeometry(rows, columns, -(-columns // 2), int(end != 0), along, across, *strides)
+
+
+def rows_launch(rows: int, tile: tuple[int, int], by_keys: bool, geometry: RowsGeometry, states: Tensor, tables: Tables) -> Launch:
+    along, across = (tile[1], tile[0]) if by_keys else tile
+    assert along % SIZE == 0 and across % SIZE == 0, f"tiles of kernels are made of base tiles of {SIZE}, got {tile}"
+    constants = RowsConstants(FORBIDS, ALLOWS, along // SIZE, across // SIZE, _padded(along // SIZE), _padded(across // SIZE), CHUNK)
+    return Launch("schedule_rows", kernels, rows, {"p_states": states, "tables": tuple(tables)}, {"geometry": geometry}, {"C": constants}, 4, 1)
+
+
+def order_launch(rows: int, geometry: RowsGeometry, tables: Tables) -> Launch:
+    return Launch("order_rows", kernels, rows, {"tables": tuple(tables)}, {"n_rows": geometry.n_rows}, {"C": OrderConstants(CHUNK)}, 1, 1)
+
+
+def base_ahead(p: Problem) -> Launch:
+    """For building ahead: what evaluates the mask."""
+    return base_launch(p, torch.empty((1, 1, 1), dtype=torch.int8, device=p.device))
+
+
+def rows_ahead(p: Problem, tile: tuple[int, int], by_keys: bool) -> list[Launch]:
+    """For building ahead: what makes a schedule of such tiles."""
+    states, number = torch.empty((1, 1, 1), dtype=torch.int8, device=p.device), torch.empty(1, dtype=torch.int32, device=p.device)
+    geometry, tables = rows_geometry(p.q_len, p.kv_len, tile, by_keys), Tables(*[number] * len(Tables._fields))
+    return [rows_launch(1, tile, by_keys, geometry, states, tables), order_launch(1, geometry, tables)]
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
