@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests, and the modules behind them, stay until the end: the garbage collector, which some tests call often, need not walk through them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -24,13 +24,13 @@ def test_import_brings_nothing_else() -> None:
     """How long it takes is benchmarks/imports.py's to say: what would make it slow is what it brings along."""
     ran = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=300)
     brought = json.loads(ran.stdout.splitlines()[-1])
-    foreign = {name.split(".")[0] for name in brought} - {"tilewise"} - set(sys.stdlib_module_names)
+    foreign = {name.split(".")[0] for name in brought} - {"tilewise", "tilewise_cli"} - set(sys.stdlib_module_names)
     assert foreign <= {"torch"}, f"import tilewise also imports {sorted(foreign - {'torch'})}"
     heavy = [name for name in brought if name.startswith(("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension"))]
     assert not heavy, f"import tilewise also imports {heavy}"
-    own = [name for name in brought if name.startswith("tilewise.")]
-    later = ("tilewise.tools.bench", "tilewise.tools.cli", "tilewise.tools.commands", "tilewise.tools.demo", "tilewise.tools.doctor", "tilewise.integrations")
-    assert not [name for name in own if name.startswith(later)], "commands and integrations are loaded when they are used"
+    own = [name for name in brought if name.startswith(("tilewise.", "tilewise_cli"))]
+    later = ("tilewise.tools.bench", "tilewise_cli", "tilewise.tools.demo", "tilewise.tools.doctor", "tilewise.integrations", "tilewise.sparse")
+    assert not [name for name in own if name.startswith(later)], "commands, integrations and sparse methods are loaded when they are used"
 
 
 # -- the import order ------------------------------------------------------------------------------------------------

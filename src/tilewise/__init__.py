@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """tilewise.integrations is there without an import of its own, and costs nothing until it is used."""
-    if name == "integrations":
-        return importlib.import_module("tilewise.integrations")
+    """tilewise.distributed, tilewise.integrations and tilewise.sparse are there without an import of their own, and cost nothing until they are used."""
+    if name in ("distributed", "integrations", "sparse"):
+        return importlib.import_module(f"tilewise.{name}")
     raise AttributeError(f"module 'tilewise' has no attribute {name!r}")

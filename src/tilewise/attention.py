@@ -1,7 +1,7 @@
 """attention(): the path of a call, from its arguments to an engine (docs/architecture.md)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,10 +15,76 @@ from tilewise.engines import Engine, Output, Request, are_active, arguments, is_
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
-from tilewise.frontend.call_key import key_of
+from tilewise.frontend.call_key import CallKey, key_of
 from tilewise.frontend.dispatch import check_name, is_logged, log, must_choose, observers, requested_backend, tell_observers
+from tilewise.frontend.shared_sequence import scopes
 from tilewise.frontend.token_order import token_permute, token_unpermute
 from tilewise.scores import ScoreFunction
+
+__all__ = ["attention"]
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    layout: str = "bhsd",
+    heads: int | None = None,
+    backend: str | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    layout: str = "bhsd",
+    heads: int | None = None,
+    backend: str | None = None,
+    return_lse: Literal[True],
+    deterministic: bool | None = None,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    layout: str = "bhsd",
+    heads: int | None = None,
+    backend: str | None = None,
+    return_lse: bool,
+    deterministic: bool | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -38,24 +104,31 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     seed: int | Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(score(scale * query @ key^T) where mask) @ value, fused, tile by tile.
 
-    query, key, value   tensors in `layout` ("bhsd", "bshd", "hbsd", "sbhd"), or (batch, sequence, heads * head dim) with
-                        `heads=`, or nested tensors. float16, bfloat16, float32 or float64; float8_e4m3fn or float8_e5m2
-                        keys and values are converted to the query's dtype, which is exact.
-    mask                a function f(b, h, q, kv), a mask of tilewise.masks, a TileMap, a BlockMask, a boolean tensor (true:
-                        attend), an additive tensor, or a boolean (batch, keys) padding mask. Causal masks align upper-left.
-    score               a function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
-    scale               1 / sqrt(head dim) unless given.
-    dropout_p, seed     dropout of the weights; the same seed drops the same elements on every engine.
-    enable_gqa          allow fewer key heads than query heads.
-    is_causal           adds masks.causal to whatever mask is given: query i attends to keys 0 to i.
-    backend             an intent ("auto", "flex", "flash", "math") or an engine's name; see tilewise.backends().
-    return_lse          also return the logarithm of each row's sum of exponentials, (batch, heads, queries); differentiable.
-    deterministic       bitwise repeatable gradients; torch's own switch unless given.
-
     A query that may attend to nothing gives 0. The output has the query's layout and lies in memory as the query does, a head's numbers always side by side.
+
+    Args:
+        query: A tensor in `layout`, or (batch, sequence, heads * head dim) with `heads=`, or a nested tensor; float16, bfloat16, float32 or float64.
+        key: Like the query. float8_e4m3fn and float8_e5m2 keys and values are converted to the query's dtype, which is exact.
+        value: Like the key; its head dim may be another.
+        mask: A function f(b, h, q, kv), a mask of tilewise.masks, a TileMap, a BlockMask, a boolean tensor (true: attend), an additive tensor, or a boolean
+            (batch, keys) padding mask. Causal masks align upper-left.
+        score: A function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
+        scale: 1 / sqrt(head dim) unless given.
+        dropout_p: Dropout of the weights.
+        is_causal: Adds masks.causal to whatever mask is given: query i attends to keys 0 to i.
+        enable_gqa: Allow fewer key heads than query heads.
+        layout: The order of dimensions: "bhsd", "bshd", "hbsd" or "sbhd", of batch, heads, sequence and head dim.
+        heads: The number of query heads, for 3-D tensors.
+        backend: An intent ("auto", "flex", "flash", "math") or an engine's name; see tilewise.backends().
+        return_lse: Also return the logarithm of each row's sum of exponentials, (batch, heads, queries); differentiable.
+        deterministic: Bitwise repeatable gradients; torch's own switch unless given.
+        seed: For dropout: the same seed drops the same elements on every engine.
+
+    Returns:
+        The output; with `return_lse`, the output and the lse.
     """
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
     try:
@@ -63,8 +136,14 @@ def attention(
     except AttributeError:
         kinds = ", ".join([type(t).__name__ for t in (query, key, value)])
         raise InputError(f"query, key and value must be torch tensors, got {kinds}; torch.from_numpy makes one of a numpy array") from None
+    if scopes and scopes[-1].holds(query, key, layout, heads):
+        shared: Tensor | tuple[Tensor, Tensor] = scopes[-1].attention(query, key, value, mask, score, options, layout, heads, backend, return_lse)
+        return shared
     if nested:
         return _nested(query, key, value, mask, score, options, layout, backend, return_lse)
+    if layout == "bhsd" and heads is None and query.dim() == key.dim() == value.dim() == 4:
+        output = run(query, key, value, mask, score, options, backend, return_lse)
+        return (output.out, output.lse) if return_lse else output.out
     output = run(*_as_bhsd(query, key, value, layout, heads), mask, score, options, backend, return_lse)
     out = from_bhsd(output.out, layout, flat=query.dim() == 3)
     return (out, output.lse) if return_lse else out
@@ -94,23 +173,35 @@ def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, option
             "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
         )
     options = options.of_plain_values()
-    request = Request(*requested_backend(backend), needs_lse, options.seed is not None)
-    call_key = key_of(query, key, value, mask, score, options, request.backend, needs_lse)
+    name, source = requested_backend(backend)
+    call_key = key_of(query, key, value, mask, score, options, name, needs_lse)
+    cached = call_cache.find(call_key)
+    if cached is not None:
+        assert call_key is not None
+        return _again(cached, call_key, query, key, value, options, needs_lse)
     if call_key is None and has_float8(query, key, value):  # converted, the call can have a key
         return run(query, *widened(query, key, value), mask, score, options, backend, needs_lse)
-    cached = call_cache.find(call_key)
-    if cached is None:
-        check_name(request.backend, request.source)
-        with unrecorded():
-            problem, mask_name = make_problem(query, key, value, mask, score, options)
-            cached = call_cache.keep(call_key, problem, *must_choose(problem, request), mask_name)
-    else:
-        assert call_key is not None
-        replayed = None if observers or is_logged() else cached.replay(call_key, query, key, value)
-        if replayed is not None:
-            return replayed
-        problem = cached.bind(call_key, query, key, value, options)
+    check_name(name, source)
+    request = Request(name, source, needs_lse, options.seed is not None)
+    with unrecorded():
+        problem, mask_name = make_problem(query, key, value, mask, score, options)
+        engine, choice = must_choose(problem, request)
+        by_contents = engine.looks_at_contents and engine.name != name and problem.mask is not None  # the next call's may differ
+        cached = call_cache.keep(None if by_contents else call_key, problem, engine, choice, mask_name)
     return execute(cached, problem, needs_lse)
+
+
+def _again(cached: CachedCall, call_key: CallKey, query: Tensor, key: Tensor, value: Tensor, options: Options, needs_lse: bool) -> Output:
+    """A call like an earlier one."""
+    if observers or is_logged():
+        return execute(cached, cached.bind(call_key, query, key, value, options), needs_lse)
+    replayed = cached.replay(call_key, query, key, value, needs_lse)
+    if replayed is not None:
+        return replayed
+    problem = cached.bind(call_key, query, key, value, options)
+    if cached.permutation is not None or cached.engine.is_torch_function:
+        return execute(cached, problem, needs_lse)
+    return run_eager(cached.engine, problem, cached.plan, needs_lse)  # a call that has a key is watched by nothing but eager autograd (call_key.py)
 
 
 def execute(cached: CachedCall, problem: Problem, needs_lse: bool) -> Output:
@@ -122,24 +213,24 @@ def execute(cached: CachedCall, problem: Problem, needs_lse: bool) -> Output:
         plan = cached.plan_for(problem)
     if not torch.compiler.is_compiling() and observers:  # in this order: torch.compile puts no guard on the list
         tell_observers(engine, problem, cached.mask_name)
-    output = run_engine(engine, problem, plan)
+    output = run_engine(engine, problem, plan, needs_lse)
     return output if permutation is None else token_unpermute(permutation, output, needs_lse)
 
 
-def run_engine(engine: Engine, problem: Problem, plan: Plan) -> Output:
+def run_engine(engine: Engine, problem: Problem, plan: Plan, needs_lse: bool = True) -> Output:
     """Directly where only eager autograd watches or torch sees through the engine, else behind the torch operator."""
     if engine.is_torch_function:
         return engine.forward(problem, plan)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in problem.tensors):
         raise BackendError(f"{engine.name} has no forward-mode derivative (jvp); torch's SDPA has one with SDPBackend.MATH")
     if is_plain(problem.tensors) and not problem.query.is_meta:
-        return run_eager(engine, problem, plan)
+        return run_eager(engine, problem, plan, needs_lse)
     if not torch.compiler.is_compiling() and are_active():
         return transformed(engine, problem)
     return Output(*torch.ops.tilewise.attention(*arguments(engine.name, problem)))
 
 
-def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool) -> Any:
+def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, backend: str | None, return_lse: bool) -> Tensor:
     """Nested tensors: packed, computed without padding, and put back."""
     if return_lse:
         raise InputError("return_lse is not available for nested tensors; use tilewise.varlen_attention, which returns it packed")

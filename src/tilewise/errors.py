@@ -4,6 +4,8 @@ Each also derives from what torch raises in its situation, so that `except` clau
 flex_attention raises ValueError and scaled_dot_product_attention RuntimeError: an InputError is both.
 """
 
+__all__ = ["BackendError", "IncompleteError", "InputError", "MisuseError", "TilewiseError", "TraceError", "UnsupportedError"]
+
 
 class TilewiseError(Exception):
     """Base of all errors raised by tilewise."""

@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -82,6 +82,55 @@ BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: FlexKernelOptions | Mapping[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: FlexKernelOptions | Mapping[str, Any] | None = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: FlexKernelOptions | Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -94,17 +143,40 @@ def flex_attention(
     kernel_options: FlexKernelOptions | Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """torch's flex_attention: forward and backward, on every device, without torch.compile and under it.
 
-    query, key, value   (batch, heads, sequence, head dim)
-    score_mod           f(score, b, h, q, kv), the new score
-    block_mask          a BlockMask, tilewise's or torch's, or anything else tilewise.attention takes as a mask
-    return_aux          AuxRequest(lse=, max_scores=): return (out, AuxOutput)
-    return_lse          return (out, lse)
+    What torch's takes, this takes with the same meaning. tilewise.attention_backend and TILEWISE_BACKEND choose the engine.
 
-    What torch's takes, this takes with the same meaning; kernel_options have no effect. tilewise.attention_backend and
-    TILEWISE_BACKEND choose the engine.
+    Args:
+        query: (batch, heads, sequence, head dim).
+        key: (batch, heads, sequence, head dim).
+        value: (batch, heads, sequence, head dim).
+        score_mod: f(score, b, h, q, kv), the new score.
+        block_mask: A BlockMask, tilewise's or torch's, or anything else tilewise.attention takes as a mask.
+        scale: 1 / sqrt(head dim) unless given.
+        enable_gqa: Allow fewer key heads than query heads.
+        return_lse: Return (output, lse).
+        kernel_options: Checked, and without effect.
+        return_aux: AuxRequest(lse=, max_scores=): return (output, AuxOutput).
+
+    Returns:
+        The output; or a pair, if `return_lse` or `return_aux` asks for one.
     """
     if return_lse and return_aux is not None:
         raise InputError("Cannot specify both return_lse and return_aux: return_aux=AuxRequest(lse=True) says it all")

@@ -17,6 +17,8 @@ from tilewise.frontend.interception import Interception
 from tilewise.masks import causal, causal_lower_right
 from tilewise.memory import check_dense
 
+__all__ = ["intercept_sdpa", "scaled_dot_product_attention", "sdpa_kernel"]
+
 # torch's kernels by what they are to a user; cuDNN and the memory-efficient kernel are reached through torch itself.
 BACKEND_OF = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "native", SDPBackend.CUDNN_ATTENTION: "native"}
 
@@ -37,17 +39,18 @@ def scaled_dot_product_attention(
     `attn_mask` may also be anything tilewise.attention takes as a mask; a tensor broadcasts as torch's does.
     With `is_causal`, both apply, as in torch's fused kernels.
     """
-    if query.dim() < 2 or {query.dim(), key.dim(), value.dim()} != {query.dim()}:
-        raise InputError(f"query, key and value must have the same number of dimensions, at least 2, got {query.dim()}, {key.dim()} and {value.dim()}")
+    dims = query.dim()
+    if dims < 2 or key.dim() != dims or value.dim() != dims:
+        raise InputError(f"query, key and value must have the same number of dimensions, at least 2, got {dims}, {key.dim()} and {value.dim()}")
     if not (query.is_nested or key.is_nested or value.is_nested):
         if query.size(-1) == 0 or value.size(-1) == 0:
             return _without_features(query, key, value, attn_mask, dropout_p, is_causal, 1.0 if query.shape[-1] == 0 else scale, enable_gqa)
         if not enable_gqa:
             query, key, value = _broadcast(query, key, value)
-    mask = _mask(attn_mask, query, key, is_causal)
-    q, k, v = (query, key, value) if query.dim() == 4 else (_four_dimensional(t) for t in (query, key, value))
+    mask = None if attn_mask is None else _mask(attn_mask, query, key, is_causal)
+    q, k, v = (query, key, value) if dims == 4 else (_four_dimensional(t) for t in (query, key, value))
     out: Tensor = attend(q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return out if query.dim() == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
+    return out if dims == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backend: str | None = None, **options: Any) -> Any:
@@ -70,7 +73,7 @@ def _without_features(query: Tensor, key: Tensor, value: Tensor, *others: Any) -
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Batch and heads of size 1 stand for all of the others', as in torch's products."""
-    lead = [t.shape[:-2] for t in (query, key, value)]
+    lead = query.shape[:-2], key.shape[:-2], value.shape[:-2]
     if lead[0] == lead[1] == lead[2]:
         return query, key, value
     if any([size not in (1, max(sizes)) for sizes in zip(*lead, strict=True) for size in sizes]):
@@ -96,6 +99,8 @@ def _mask(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Any:
     if not isinstance(mask, Tensor):
         return mask
     check_dense(mask, "attn_mask")
+    if mask.dim() == query.dim() == 4:  # the same object in every layer
+        return mask
     whole = mask.reshape((1,) * (max(4, query.dim()) - mask.dim()) + mask.shape)
     if whole.dim() == 4:
         return whole

@@ -37,8 +37,18 @@ def check_dense(tensor: Tensor, name: str) -> None:
         raise InputError(f"{name} has layout {tensor.layout}; tilewise takes dense tensors: {name}.to_dense() makes one")
 
 
+def check_kept(tensor: Tensor, name: str) -> None:
+    """Raises if the tensor's memory has been freed, as FSDP does with parameters outside of their module's forward."""
+    if can_be_looked_at(tensor) and not is_lazy(tensor) and tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise InputError(
+            f"{name} has shape {tuple(tensor.shape)} and no memory: it was freed. FSDP frees the parameters of a module when its forward ends, so shard the "
+            "module that calls attention, not one inside it that only makes a score or mask"
+        )
+
+
 def moved(tensor: Tensor, device: torch.device, name: str) -> Tensor:
     """The tensor on a device, its values in memory there."""
+    check_kept(tensor, name)
     if tensor.device == device:
         return resolved(tensor)
     if tensor.is_meta:

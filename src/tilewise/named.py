@@ -21,7 +21,8 @@ P = ParamSpec("P")
 Kind = TypeVar("Kind", bound="Named")
 Maker = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function, its arguments and keywords
 Sources = tuple[tuple[Tensor, torch.Size], ...]  # tensors, and the shapes they had
-NUMBERS = {int, float, bool, str, type(None)}
+FOUND_OUT = ("_trace", "described")  # attributes that are about this very object: a copy has other tensors
+NUMBERS = (int, float, bool, str, type(None))
 
 
 class Covers(NamedTuple):
@@ -46,6 +47,7 @@ class Named:
     covers: tuple[Covers, ...] = ()
     made_by: Maker | str | None = None  # a string: the name of a constant in the module of its class
     fixed = False  # what the function reads never changes: numbers, and tensors that stay the same objects
+    described: Any = None  # what the call cache has found out about it, if it is fixed (frontend/call_key.py)
     _sources: Sources = ()  # what it was made of
 
     def record(self, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -68,7 +70,7 @@ class Named:
     # -- copies and pickles ------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_trace"}
+        return {name: value for name, value in vars(self).items() if name not in FOUND_OUT}
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if isinstance(self.made_by, str):
@@ -112,7 +114,8 @@ def _make(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: di
 
 def _snapshot(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same, with lists as tuples: those may change."""
-    return tuple([tuple(a) if type(a) is list else a for a in arguments]) if list in map(type, arguments) else arguments
+    holds_list = any([type(a) is list for a in arguments])  # torch 2.7 does not trace `list in map(type, arguments)`
+    return tuple([tuple(a) if type(a) is list else a for a in arguments]) if holds_list else arguments
 
 
 def _look(values: Sequence[Any]) -> tuple[bool, Sources]:

@@ -10,7 +10,7 @@ forward, which takes a few microseconds; the call cache serves such calls like a
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,10 +28,13 @@ __all__ = ["ALiBi", "Attention", "RelativeBias", "Sinks", "T5Bias"]
 class Attention(Module):
     """tilewise.attention with a mask and scores of its own, and without parameters but theirs: projections are yours.
 
-    mask, score         as for tilewise.attention. A module among them is called without arguments at every forward and returns the mask or score: those of
-                        tilewise.nn, or your own. Functions are copied with what they capture when the module is deep-copied.
-    dropout_p           in training only.
-    The others are those of tilewise.attention.
+    Arguments that are not listed are those of tilewise.attention.
+
+    Args:
+        mask: As for tilewise.attention. A module is called without arguments at every forward and returns the mask.
+        score: As for tilewise.attention. Modules among the scores, those of tilewise.nn or your own, are called likewise. Functions are copied with what they
+            capture when the module is deep-copied.
+        dropout_p: In training only.
     """
 
     mask: Any
@@ -67,6 +70,45 @@ class Attention(Module):
             "deterministic": deterministic,
         }
 
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Any = None,
+        score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+        return_lse: Literal[False] = False,
+        seed: int | Tensor | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Any = None,
+        score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+        return_lse: Literal[True],
+        seed: int | Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Any = None,
+        score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+        return_lse: bool,
+        seed: int | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
     def forward(
         self,
         query: Tensor,
@@ -77,7 +119,7 @@ class Attention(Module):
         score: ScoreFunction | Sequence[ScoreFunction] | None = None,
         return_lse: bool = False,
         seed: int | Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """A mask given here and its own both have to allow; scores given here come after its own."""
         own = self.mask() if isinstance(self.mask, Module) else self.mask
         if own is not None and mask is not None:

@@ -15,15 +15,20 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InputError
-from tilewise.lang import name_of
+from tilewise.lang import BoundProgram, name_of, trace_score
 from tilewise.masks import broadcast_load
 from tilewise.named import Covers, Named, covers, named
 
+__all__ = ["Score", "ScoreFunction", "Sinks", "alibi", "alibi_slopes", "as_score", "bias", "distance_decay", "relative_bias", "sinks", "softcap"]
+
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
+"""f(score, b, h, q, kv): the new score of query q and key kv in head h of batch element b."""
 
 
 class Score(Named):
-    """A score function with a name."""
+    """A score function with a name. It is traced wherever a plain function would be; if it is `fixed` and holds numbers alone, once."""
+
+    _trace: tuple[torch.dtype, BoundProgram] | None = None  # and the precision of scores that it is for
 
     def __init__(self, function: ScoreFunction, label: str, *parameters: Any, covers: tuple[Covers, ...] = ()) -> None:
         self.function = function
@@ -41,6 +46,15 @@ class Score(Named):
 
     def __repr__(self) -> str:
         return f"Score({self.name})"
+
+    def traced(self, dtype: torch.dtype, device: torch.device) -> BoundProgram:
+        """What trace_score makes of it alone."""
+        if self._trace is not None and self._trace[0] == dtype and not torch.compiler.is_compiling():
+            return self._trace[1]
+        trace = trace_score((self,), dtype, device)
+        if self.fixed and not trace.captures and not torch.compiler.is_compiling():
+            self._trace = (dtype, trace)
+        return trace
 
 
 class Sinks(Score):

@@ -16,6 +16,16 @@ def equal(a: Any, b: Any) -> bool:
     return bool(known(a == b))
 
 
+def less(a: Any, b: Any) -> bool:
+    """a < b; false where it cannot be known yet."""
+    if not torch.compiler.is_compiling():
+        return bool(a < b)
+    from torch.fx.experimental import symbolic_shapes  # imports sympy
+
+    known = getattr(symbolic_shapes, "guard_or_false", symbolic_shapes.guard_size_oblivious)  # new in torch 2.8
+    return bool(known(a < b))
+
+
 def broadcasts(shape: Sequence[Any], sizes: Sequence[Any]) -> bool:
     """Whether a tensor of this shape stands for one of these sizes, aligned to the right as torch does."""
     pairs = zip(reversed(shape), reversed(sizes), strict=False)

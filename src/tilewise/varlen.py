@@ -1,7 +1,7 @@
 """varlen_attention: packed sequences of different lengths, with any mask and score on top."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -10,6 +10,71 @@ from tilewise.core.problem import Options
 from tilewise.errors import InputError
 from tilewise.frontend.packing import Packed, check_offsets
 from tilewise.scores import ScoreFunction
+
+__all__ = ["varlen_attention"]
+
+
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+    return_lse: Literal[True],
+    deterministic: bool | None = None,
+    seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    mask: Any = None,
+    score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+    return_lse: bool,
+    deterministic: bool | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def varlen_attention(
@@ -29,16 +94,23 @@ def varlen_attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     seed: int | Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of many sequences packed end to end; no padding is stored or computed.
 
-    query, key, value            (tokens, heads, head dim)
-    cu_seqlens_q, cu_seqlens_k   int offsets 0, l0, l0 + l1, ...: sequence n has tokens cu[n] .. cu[n + 1]; the keys' are the
-                                 queries' unless given
-    mask, score                  functions that see positions inside each sequence, and the sequence's number as b
-    return_lse                   also return (heads, tokens)
+    Arguments that are not listed are those of tilewise.attention. `is_causal` aligns upper-left in every sequence.
 
-    The other arguments are those of tilewise.attention. `is_causal` aligns upper-left in every sequence.
+    Args:
+        query: (tokens, heads, head dim).
+        key: (tokens, heads, head dim).
+        value: (tokens, heads, head dim).
+        cu_seqlens_q: int offsets 0, l0, l0 + l1, ...: sequence n has tokens cu[n] up to before cu[n + 1].
+        cu_seqlens_k: The keys' offsets; the queries' unless given.
+        mask: As for tilewise.attention; a function sees positions inside each sequence, and the sequence's number as b.
+        score: Likewise.
+        return_lse: Also return the lse, (heads, tokens).
+
+    Returns:
+        The output, (tokens, heads, head dim); with `return_lse`, the output and the lse.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
@@ -46,11 +118,11 @@ def varlen_attention(
     kv_offsets = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if cu_seqlens_k is None and query.shape[0] != key.shape[0]:
         raise InputError(f"query has {query.shape[0]} tokens and key {key.shape[0]}: give cu_seqlens_k")
-    check_offsets(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
-    check_offsets(kv_offsets, key.shape[0], "cu_seqlens_k")
+    check_offsets(cu_seqlens_q, "cu_seqlens_q")
+    check_offsets(kv_offsets, "cu_seqlens_k")
     if cu_seqlens_q.shape != kv_offsets.shape:
         raise InputError(f"cu_seqlens_q describes {cu_seqlens_q.shape[0] - 1} sequences, cu_seqlens_k {kv_offsets.shape[0] - 1}")
-    packed = Packed(query, key, value, cu_seqlens_q, kv_offsets)
+    packed = Packed(query, key, value, cu_seqlens_q, kv_offsets, ("cu_seqlens_q", "cu_seqlens_k"))
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
     output = packed_attention(packed, mask, score, options, backend, return_lse)
     out = output.out.squeeze(0).transpose(0, 1)

@@ -179,3 +179,16 @@ def test_a_map_whose_masks_tensors_had_to_be_moved(monkeypatch: pytest.MonkeyPat
 def test_options_of_no_meaning(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TilewiseError, match=message):
         tw.attention(X, X, X, **options)
+
+
+@pytest.mark.parametrize("make", [scores.sinks, scores.distance_decay, lambda t: lambda s, b, h, q, kv: s + t[h]], ids=["sinks", "library", "own"])
+def test_tensors_whose_memory_was_freed(make: Callable[[torch.Tensor], Any]) -> None:
+    """As FSDP does with the parameters of a module whose forward has ended. Known calls come to the same end."""
+    rates = torch.rand(2)
+    score = make(rates)
+    for _ in range(2):
+        tw.attention(X, X, X, score=score)
+    rates.untyped_storage().resize_(0)
+    for again in (score, make(rates)):
+        with pytest.raises(tw.InputError, match="it was freed"):
+            tw.attention(X, X, X, score=again)

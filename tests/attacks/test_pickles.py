@@ -48,6 +48,8 @@ MASKS: dict[str, Callable[[], masks.Mask]] = {
     "neighborhood": lambda: masks.neighborhood([4, 6], 3),
     "on_grid": lambda: masks.on_grid(every_third, (4, 6), 3),
     "sliding_tile": lambda: masks.sliding_tile((4, 4), (2, 2), (2, 2), text=3),
+    "radial": lambda: masks.radial(4, 6, least=2, text=3),
+    "spatial_temporal": lambda: masks.spatial_temporal(4, 6, torch.tensor([True, False])),
     "cross": lambda: masks.cross(torch.tensor([[0, 3], [2, 5]]), 4),
     "per_batch": lambda: masks.per_batch([masks.causal, every_third], torch.tensor([0, 1])),
     "as_mask": lambda: masks.as_mask(every_third),

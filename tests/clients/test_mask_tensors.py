@@ -1,6 +1,7 @@
 """How mask tensors are simplified, and that no cached reading is ever stale."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -63,17 +64,61 @@ def test_it_means_the_same_as_the_tensor(name: str) -> None:
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), expected)
 
 
-def test_read_once_however_many_views_are_made() -> None:
+@pytest.fixture(params=["by identity", "by value"])
+def by_value(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether small tensors are known by their values. Nothing is known yet."""
+    if request.param == "by identity":
+        monkeypatch.setattr(map_cache, "MAX_VALUE_BYTES", -1)
+    mask_tensors.forget()
+    map_cache.maps.clear()
+    return bool(request.param == "by value")
+
+
+def test_read_once_however_many_views_are_made(by_value: bool) -> None:
     keep = KEEP.clone()
-    before, maps = mask_tensors._readings.looked, map_cache.maps.built
+    before, maps = mask_tensors.looked(), map_cache.maps.built
     q = normal(B, H, Q, 4, seed=0, dtype=torch.float32)
     k = normal(B, H, K, 4, seed=1, dtype=torch.float32)
     for _ in range(5):
         scaled_dot_product_attention(q, k, k, keep[:, None, None, :])
-    assert (mask_tensors._readings.looked - before, map_cache.maps.built - maps) == (1, 1)
+    assert (mask_tensors.looked() - before, map_cache.maps.built - maps) == (1, 1)
 
 
-def test_never_stale() -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+def test_read_once_however_often_it_is_made_anew(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls after the first are known ones, too."""
+    mask_tensors.forget()
+    q, k = normal(B, H, Q, 4, seed=0, dtype=torch.float32), normal(B, H, K, 4, seed=1, dtype=torch.float32)
+    made: list[Tensor] = []
+    original = sys.modules["tilewise.attention"].make_problem
+    monkeypatch.setattr(sys.modules["tilewise.attention"], "make_problem", lambda *args: (made.append(args[0]), original(*args))[1])
+    before = mask_tensors.looked()
+    with torch.inference_mode(inference):
+        found = [scaled_dot_product_attention(q, k, k, KEEP.flip(-1)[:, None, None, :]) for _ in range(5)]
+    assert mask_tensors.looked() - before == 1 and len(made) == 1
+    assert all(torch.equal(found[0], again) for again in found)
+
+
+def test_equal_bytes_may_mean_another_mask() -> None:
+    """The values' dtype, the mask's shape and the sizes it broadcasts to are part of what it is known by."""
+    some = torch.tensor([[0.0, 1.5, 0.0, 0.0]])
+    for mask, at in ((some, (1, 1, 2, 4)), (some, (1, 1, 4, 4)), (some.view(4, 1), (1, 1, 4, 4)), (some.view(torch.float64), (1, 1, 4, 2))):
+        q, k = normal(*at[:3], 4, seed=0, dtype=torch.float64), normal(*at[:2], at[3], 4, seed=1, dtype=torch.float64)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask.double())
+        torch.testing.assert_close(scaled_dot_product_attention(q, k, k, mask), expected)
+
+
+def test_what_was_read_is_not_what_the_client_writes_to() -> None:
+    """A reading by value has a copy: the client may write to its tensor, and a tensor that then holds what the first one held has the first one's reading."""
+    q, k = normal(B, H, Q, 4, seed=0, dtype=torch.float32), normal(B, H, K, 4, seed=1, dtype=torch.float32)
+    mask = (torch.where(KEEP, 0.5, -torch.inf))[:, None, None].clone()
+    first = scaled_dot_product_attention(q, k, k, mask)
+    mask.zero_()
+    assert not torch.equal(scaled_dot_product_attention(q, k, k, mask), first)
+    assert torch.equal(scaled_dot_product_attention(q, k, k, (torch.where(KEEP, 0.5, -torch.inf))[:, None, None]), first)
+
+
+def test_never_stale(by_value: bool) -> None:
     q, k = normal(B, H, Q, 4, seed=0, dtype=torch.float32), normal(B, H, K, 4, seed=1, dtype=torch.float32)
 
     def same(mask: Tensor) -> None:
@@ -101,7 +146,7 @@ def test_never_stale() -> None:
         same(inference)
 
 
-def test_no_tensor_is_kept_alive() -> None:
+def test_no_tensor_is_kept_alive(by_value: bool) -> None:
     mask = (torch.where(KEEP, 0.5, -torch.inf))[:, None, None].clone()
     assert name_of(mask) == "padding + bias"
     alive = weakref.ref(mask)
@@ -109,7 +154,7 @@ def test_no_tensor_is_kept_alive() -> None:
     kept = len(mask_tensors._readings._kept)
     del mask
     gc.collect()
-    assert alive() is None and len(mask_tensors._readings._kept) == kept - 1
+    assert alive() is None and len(mask_tensors._readings._kept) == kept - (not by_value)
 
 
 def test_a_learned_mask_gets_its_gradient() -> None:

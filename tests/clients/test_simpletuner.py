@@ -7,20 +7,23 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from torch.nn import functional
 
 import tilewise as tw
 from tests.support.compare import engine_of
 from tests.support.diffusers_models import DIRECT, DISPATCHED, Tiny
 from tilewise.integrations import simpletuner as client
+from tilewise.integrations import simpletuner_train
 
 PATH = "simpletuner.helpers.training.attention_backend"
+REGISTRY = "simpletuner.simpletuner_sdk.server.services.field_registry.registry"
 MISSING = [name for name in ("simpletuner", "accelerate", "peft") if importlib.util.find_spec(name) is None]
 
 
@@ -74,6 +77,12 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         monkeypatch.setitem(sys.modules, PATH, module)
         sys.modules["simpletuner.helpers.training"].attention_backend = module
+        for parent in ("simpletuner.simpletuner_sdk", *(f"simpletuner.simpletuner_sdk.server{rest}" for rest in ("", ".services", ".services.field_registry"))):
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        registry: Any = ModuleType(REGISTRY)
+        field = SimpleNamespace(choices=[{"value": name, "label": name} for name in ("diffusers", "flex", "native")])
+        registry.field_registry = SimpleNamespace(get_field={"attention_mechanism": field}.__getitem__)
+        monkeypatch.setitem(sys.modules, REGISTRY, registry)
     client.register()
     yield module
     client.unregister()
@@ -123,6 +132,15 @@ def test_with_activations_computed_again(trainer: Any) -> None:
     assert watched.engines == {engine_of("flex"): 6} and not watched.bypassing
 
 
+def test_its_context_parallelism_accepts_them(trainer: Any) -> None:
+    """SimpleTuner calls enable_parallelism(), which looks at the active backend."""
+    for mechanism in ("flex", "tilewise"):
+        apply(trainer, mechanism)
+        assert _AttentionBackendRegistry._is_context_parallel_available(_AttentionBackendRegistry.get_active_backend()[0])
+    client.unregister()
+    assert not {"flex", "tilewise"} & _AttentionBackendRegistry._supports_context_parallel
+
+
 def test_an_unknown_mechanism_is_an_error(trainer: Any) -> None:
     with pytest.raises(tw.BackendError, match=r"unknown attention_mechanism 'flx'; allowed are .*flex.*tilewise"):
         apply(trainer, "flx")
@@ -136,6 +154,64 @@ def test_registering_twice_and_unregistering(trainer: Any) -> None:
     assert "tilewise" not in trainer._DIFFUSERS_BACKEND_ALIASES and functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     apply(trainer, "native")
     trainer.AttentionBackendController.restore_default()
+
+
+def test_the_command_line_offers_what_means_tilewise(trainer: Any) -> None:
+    """What is not among the choices, SimpleTuner's own argparse refuses."""
+
+    def offered() -> list[str]:
+        return [choice["value"] for choice in sys.modules[REGISTRY].field_registry.get_field("attention_mechanism").choices]
+
+    assert {"flex", "flex-attn", "tilewise"} <= {*offered()} and len({*offered()}) == len(offered())
+    client.unregister()
+    assert "flex" in offered() and not {"flex-attn", "tilewise"} & {*offered()}
+
+
+# -- from SimpleTuner's own command ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+from simpletuner.helpers.training.attention_backend import AttentionBackendController
+from types import SimpleNamespace
+print(__name__, *sys.argv)
+if "--train" in sys.argv:
+    AttentionBackendController.apply(SimpleNamespace(attention_mechanism="flex"), "train")
+    for _ in range(3):
+        torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3)
+if "--fail" in sys.argv:
+    sys.exit(3)
+"""
+
+
+def run_by_accelerate(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
+    """accelerate launch -m tilewise.integrations.simpletuner_train FOLDER/train.py ARGUMENTS"""
+    (folder / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["simpletuner_train.py", str(folder / "train.py"), *arguments])
+    simpletuner_train.main()
+
+
+def test_the_training_script_runs_with_tilewise(trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_by_accelerate(monkeypatch, tmp_path, "--train", "--seed=3")
+    assert capsys.readouterr().out.splitlines() == [
+        f"__main__ {tmp_path / 'train.py'} --train --seed=3",
+        f"attention calls served by tilewise: {engine_of('flex')} 3",
+    ]
+
+
+def test_what_was_served_is_told_whatever_happens(trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_by_accelerate(monkeypatch, tmp_path, "--fail")
+    assert ended.value.code == 3 and "tilewise served no attention call" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")  # one process of several speaks for all
+    run_by_accelerate(monkeypatch, tmp_path)
+    assert "tilewise served" not in capsys.readouterr().out
+
+
+def test_without_a_script_it_says_how_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["simpletuner_train.py"])
+    with pytest.raises(SystemExit, match="ACCELERATE_EXTRA_ARGS"):
+        simpletuner_train.main()
 
 
 @pytest.mark.skipif("simpletuner" not in MISSING, reason="SimpleTuner is installed")

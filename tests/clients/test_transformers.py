@@ -1,8 +1,10 @@
 """transformers on tilewise: model families on tiny random weights, padding, packing, caches, generation."""
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -329,6 +331,138 @@ def test_generate_with_a_cache(tiny: Tiny, cache: str) -> None:
     assert all(layer.calls == 8 for layer in watched.layers)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("tiny", [GEMMA2, GPT_OSS], ids=str)
+def test_generate_without_padding(tiny: Tiny, cache: str) -> None:
+    """Windows, a softcap, sinks; in inference mode, whose tensors have no versions."""
+    model = tiny.make().eval()
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    with EAGER(model):
+        expected = model.generate(IDS, **options)
+    model.set_attn_implementation("tilewise")
+    assert torch.equal(model.generate(IDS, **options), expected)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(IDS, attention_mask=torch.ones_like(IDS), **options), expected)
+
+
+# -- work per layer and per token ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Counter[str]]:
+    """Counts what a step does besides attention: problems made (calls that are not known), traces, masks read, maps built."""
+    from tilewise import masks, scores
+    from tilewise.core.map_cache import maps
+    from tilewise.frontend import call_cache, mask_tensors
+    from tilewise.tiles import sources
+
+    counts: Counter[str] = Counter()
+
+    def count(module: Any, name: str, what: str) -> None:
+        original = getattr(module, name)
+
+        def counted(*args: Any) -> Any:
+            counts[what] += 1
+            return original(*args)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(sys.modules["tilewise.attention"], "make_problem", "problems")
+    for module, name in ((masks, "trace_mask"), (sources, "trace_mask"), (scores, "trace_score"), (sys.modules["tilewise.core.problem"], "trace_score")):
+        count(module, name, "traces")
+
+    def measure(step: Callable[[], Any]) -> Counter[str]:
+        call_cache.forget()
+        mask_tensors.forget()
+        counts.clear()
+        before = maps.built, mask_tensors.looked()
+        step()
+        return counts + Counter(maps=maps.built - before[0], looks=mask_tensors.looked() - before[1])
+
+    return measure
+
+
+def layers(tiny: Tiny, count: int) -> Any:
+    pattern = {"layer_types": WINDOWED * (count // 2)} if "layer_types" in tiny.settings else {}
+    model = replace(tiny, settings=tiny.settings | {"num_hidden_layers": count} | pattern).make().eval()
+    model.set_attn_implementation("tilewise")
+    return model
+
+
+@pytest.mark.parametrize("inputs", ["packed", "padded"])
+def test_a_layer_more_is_no_work_more(inputs: str, work: Any) -> None:
+    given = {"packed": {"position_ids": torch.arange(LENGTH)[None].expand(BATCH, -1) % 7}, "padded": {"attention_mask": LEFT_PADDED.long()}}[inputs]
+    found = []
+    for count in (2, 4):
+        model = layers(LLAMA, count)
+        work(lambda model=model: model(input_ids=IDS, use_cache=False, **given))  # forms of masks are traced once
+        found.append(work(lambda model=model: model(input_ids=IDS, use_cache=False, **{name: t.clone() for name, t in given.items()})))
+    assert found[0] == found[1] and found[0]["problems"] == 1 and found[0]["maps"] <= 1
+    assert found[0]["looks"] == (inputs == "padded") and found[0]["traces"] == (inputs == "padded")
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("tiny", [LLAMA, GPT_OSS], ids=str)
+def test_a_token_more_is_traced_by_nobody(tiny: Tiny, cache: str, padded: bool, work: Any) -> None:
+    """With a cache that grows, the calls of a token are new ones: one problem for each kind of layer. With a static one, they are those of the token before."""
+    keep = LEFT_PADDED.long() if padded else torch.ones_like(IDS)
+
+    def generate(model: Any, tokens: int) -> Counter[str]:
+        options = {"cache_implementation": cache, "disable_compile": True, "do_sample": False}
+        counts: Counter[str] = work(lambda: model.generate(IDS, attention_mask=keep, max_new_tokens=tokens, min_new_tokens=tokens, **options))
+        return counts
+
+    found = []
+    for count in (2, 4):
+        model = layers(tiny, count)
+        few, many = [[generate(model, tokens) for _ in range(2)][1] for tokens in (3, 6)]  # the first time, forms of masks are traced
+        found.append(many - few)
+        assert many["traces"] == few["traces"] and many["looks"] == few["looks"] and many["maps"] == few["maps"]
+    kinds = 1 if tiny is LLAMA else 2
+    assert found[0] == found[1]
+    assert found[0]["problems"] <= (3 * kinds if cache == "dynamic" else 0)
+
+
+def test_compiled_decoding_compiles_once() -> None:
+    """With a static cache: the mask is made outside the compiled step, of the same tensors as before."""
+    for tiny in (LLAMA, GEMMA3):
+        torch.compiler.reset()
+        model = tiny.make().eval()
+        model.set_attn_implementation("tilewise")
+        options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "disable_compile": True, "attention_mask": LEFT_PADDED.long()}
+        expected = model.generate(IDS, **options)
+        model.forward = torch.compile(model.forward, backend="eager")
+        torch._dynamo.utils.counters.clear()
+        assert torch.equal(model.generate(IDS, **options), expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of the prompt, and of a token
+    torch.compiler.reset()
+
+
+def test_a_mask_in_buffers_that_is_held_keeps_its_contents() -> None:
+    """generate() still holds the last token's mask when it asks for the next."""
+
+    def seen(mask: Any) -> list[int]:
+        return [int(n) for n in tw.flex.create_mask(mask.mask.function, BATCH, 1, 1, 16, device="cpu").sum(-1).flatten()]
+
+    def make(position: int, keep: Tensor | None = None) -> Any:
+        with torch.no_grad():
+            return client.make_mask(BATCH, 1, 16, torch.tensor(position), attention_mask=keep)
+
+    first, second = make(3), make(4)
+    assert seen(first) == [4, 4] and seen(second) == [5, 5] and first.mask is not second.mask
+    kept = first.mask
+    del first
+    third = make(6)
+    assert third.mask is kept and seen(third) == [7, 7] and seen(second) == [5, 5]
+    padded = make(6, torch.arange(9) >= torch.tensor([[0], [2]]))
+    assert seen(padded) == [7, 5]
+    del padded
+    assert seen(make(12, torch.ones(BATCH, 5, dtype=torch.bool))) == [5, 5]  # what an earlier step wrote after the fifth key is gone
+    recorded = client.make_mask(BATCH, 1, 16, torch.tensor(3))  # for autograd: a backward may come late
+    assert recorded.mask is not kept and recorded.mask is not client.make_mask(BATCH, 1, 16, torch.tensor(3)).mask
+
+
 def test_t5_generates() -> None:
     model = T5.make().eval()
     with EAGER(model):
@@ -362,13 +496,19 @@ def test_no_mask_is_materialised() -> None:
 OFFSETS = [(0, 0), (5, 0), (5, 3)]
 
 
+@pytest.mark.parametrize("queries", [6, 1])
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "window", "both ways", "chunked", "packed", "blocks", "or", "and"])
-def test_mask_functions_mean_what_sdpa_is_given(kind: str, as_tensor: bool, offsets: tuple[int, int]) -> None:
+def test_mask_functions_mean_what_sdpa_is_given(kind: str, as_tensor: bool, offsets: tuple[int, int], queries: int) -> None:
+    """Both the function and the program that is taken for its trace; twice, because the second mask is made of what the first left."""
     from transformers import masking_utils as library
 
-    (q_offset, kv_offset), queries, keys = offsets, 6, 9
+    from tilewise.lang import evaluate
+
+    (q_offset, kv_offset), keys = offsets, 9
+    places = {"b": torch.arange(BATCH).view(-1, 1, 1, 1), "h": torch.zeros(1, 1, 1, 1, dtype=torch.long)}
+    places |= {"q": torch.arange(queries).view(1, 1, -1, 1), "kv": torch.arange(keys).view(1, 1, 1, -1)}
     total = keys + kv_offset + 4
     ids = torch.randint(0, 3, (BATCH, total), generator=torch.Generator().manual_seed(1)).sort(-1).values
     function = {
@@ -384,15 +524,17 @@ def test_mask_functions_mean_what_sdpa_is_given(kind: str, as_tensor: bool, offs
     }[kind]
     keep = torch.arange(keys + kv_offset - 1) >= torch.tensor([[0], [2]])  # one shorter than the keys: the last is not written yet
     sizes = {"batch_size": BATCH, "q_length": queries, "kv_length": keys, "kv_offset": kv_offset, "mask_function": function}
-    for padding in (None, keep):
+    for padding in (None, keep, None, keep.flip(-1)):
         expected = library.sdpa_mask(**sizes, q_offset=q_offset, attention_mask=padding, allow_is_causal_skip=False)
         counter = torch.tensor(q_offset)
-        made = client.make_mask(**sizes, q_offset=counter if as_tensor else q_offset, attention_mask=padding)
+        with torch.no_grad():
+            made = client.make_mask(**sizes, q_offset=counter if as_tensor else q_offset, attention_mask=padding, device=torch.device("cpu"))
         counter += 100  # as a static cache does
-        allowed = torch.ones(BATCH, 1, queries, keys, dtype=torch.bool)
-        if made.mask is not None:
-            allowed = tw.flex.create_mask(made.mask.function, BATCH, 1, queries, keys, device="cpu")
-        assert torch.equal(allowed, expected)
+        if made.mask is None:
+            assert expected.all()
+            continue
+        assert torch.equal(tw.flex.create_mask(made.mask.function, BATCH, 1, queries, keys, device="cpu"), expected)
+        assert torch.equal(torch.as_tensor(evaluate(made.mask.traced(), places)).expand_as(expected), expected)
 
 
 # -- what an attention call may be given ---------------------------------------------------------------------------------

@@ -181,3 +181,15 @@ BAD: dict[str, Callable[[], Any]] = {
 def test_bad_arguments_are_input_errors(name: str) -> None:
     with pytest.raises(InputError):
         BAD[name]()
+
+
+def test_a_score_of_numbers_is_traced_once_and_one_of_tensors_every_time() -> None:
+    cap, cpu = scores.softcap(2.0), torch.device("cpu")
+    first = cap.traced(torch.float32, cpu)
+    assert cap.traced(torch.float32, cpu) is first
+    wide = cap.traced(torch.float64, cpu)  # another program: scores are kept in float64
+    assert wide.program.text != first.program.text and cap.traced(torch.float32, cpu).program.text == first.program.text
+    slopes = scores.alibi(torch.ones(3))
+    assert slopes.traced(torch.float32, cpu) is not slopes.traced(torch.float32, cpu)
+    own = scores.as_score(lambda score, b, h, q, kv: score * 2)
+    assert own.traced(torch.float32, cpu) is not own.traced(torch.float32, cpu)

@@ -33,34 +33,39 @@ class CachedCall(NamedTuple):
     mask_name: str
     permutation: TokenPermutation | None
     permuted_plans: dict[Any, Plan]  # by the strides of the copies, which depend on which gradients are wanted
-    trains: bool  # a gradient is wanted
+    replays: bool  # the plan may be asked to: tokens are not permuted, and no gradient is wanted or torch makes it
     mask: tuple[int, ...] = ()
     score: tuple[int, ...] = ()
     sinks: int | None = None
     tiles: int | None = None
 
     def bind(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor, options: Options) -> Problem:
-        """The problem of a call like the one this was made for."""
-        held = key.held
-        tiles = None if self.tiles is None else held[self.tiles]
-        return self.problem.replaced(
-            query=query,
-            key=k,
-            value=value,
-            tiles=tiles,
-            mask=tiles.mask if tiles is not None else _bound(self.problem.mask, self.mask, held),
-            score=_bound(self.problem.score, self.score, held),
-            sinks=None if self.sinks is None else held[self.sinks],
-            seed=seed_tensor(options.seed, options.dropout_p, query.device),
-        )
+        """The problem of a call like the one this was made for. (`dataclasses.replace` would take several times as long.)"""
+        held, problem = key.held, self.problem
+        bound = object.__new__(Problem)
+        fields = bound.__dict__
+        fields.update(problem.__dict__)
+        fields["query"], fields["key"], fields["value"] = query, k, value
+        if held:
+            tiles = None if self.tiles is None else held[self.tiles]
+            fields["tiles"] = tiles
+            fields["mask"] = tiles.mask if tiles is not None else _bound(problem.mask, self.mask, held)
+            fields["score"] = _bound(problem.score, self.score, held)
+            fields["sinks"] = None if self.sinks is None else held[self.sinks]
+        if problem.dropout_p > 0:
+            fields["seed"] = seed_tensor(options.seed, options.dropout_p, query.device)
+        return bound
 
-    def replay(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor) -> Output | None:
-        """The forward straight from the plan, where no gradient is wanted and nothing has to be bound but the tensors; else None."""
-        if self.trains or self.permutation is not None:
+    def replay(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor, needs_lse: bool) -> Output | None:
+        """The forward straight from the plan, where nothing has to be bound but the tensors, and the gradient is nobody's or torch's; else None."""
+        if not self.replays:
             return None
-        tiles = None if self.tiles is None else key.held[self.tiles]
-        sources = tuple([key.held[n] for n in self.mask]) if tiles is None else mask_sources(tiles.mask, tiles)
-        return self.plan.replay(query, k, value, sources)
+        held = key.held
+        if not held:
+            return self.plan.replay(query, k, value, (), needs_lse)
+        tiles = None if self.tiles is None else held[self.tiles]
+        sources = tuple([held[n] for n in self.mask]) if tiles is None else mask_sources(tiles.mask, tiles)
+        return self.plan.replay(query, k, value, sources, needs_lse)
 
     def plan_for(self, permuted: Problem) -> Plan:
         """The plan of the problem in the order of its permutation."""
@@ -81,8 +86,9 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
     """What the next call like this one will need; remembered if the call has a key and every tensor of the problem is part of it."""
     permutation = None if problem.grid is None else best_permutation(engine, problem)
     trains = torch.is_grad_enabled() and any([t.requires_grad for t in problem.tensors])
-    cached = CachedCall(engine, engine.plan(problem), problem, choice, mask_name, permutation, {}, trains)
-    if key is None or (engine.looks_at_contents and problem.mask is not None):
+    replays = permutation is None and (engine.is_torch_function or not trains)
+    cached = CachedCall(engine, engine.plan(problem), problem, choice, mask_name, permutation, {}, replays)
+    if key is None:
         return cached
     places = {id(t): n for n, t in enumerate(key.held)}
     programs = [c for c in (problem.mask, problem.score) if c is not None]
@@ -116,7 +122,11 @@ def _bare(bound: BoundProgram | None) -> BoundProgram | None:
 
 
 def _bound(bare: BoundProgram | None, places: tuple[int, ...], held: tuple[Any, ...]) -> BoundProgram | None:
-    return bare if not places or bare is None else bare.with_captures(tuple([held[n] for n in places]))
+    if not places or bare is None:
+        return bare
+    bound = object.__new__(BoundProgram)
+    bound.__dict__.update(bare.__dict__, captures=tuple([held[n] for n in places]))
+    return bound
 
 
 def forget() -> None:

@@ -25,6 +25,7 @@ INTENTS = {
     "math": "dense and plain, the reference",
 }
 VARIABLE = "TILEWISE_BACKEND"
+_VARIABLE_IN_ENVIRON = os.environ.encodekey(VARIABLE)
 
 
 class Verdict(NamedTuple):
@@ -87,9 +88,11 @@ def requested_backend(argument: str | None) -> tuple[str, str]:
         return argument, "the backend argument"
     if _scope.backend is not None:
         return _scope.backend, "attention_backend(...)"
-    variable = os.environ.get(VARIABLE)
-    if variable:
-        return variable, VARIABLE
+    set_names = getattr(os.environ, "_data", None)  # to ask os.environ itself takes a microsecond: it encodes the name first
+    if set_names is None or _VARIABLE_IN_ENVIRON in set_names:
+        variable = os.environ.get(VARIABLE)
+        if variable:
+            return variable, VARIABLE
     return "auto", "the default"
 
 
@@ -174,9 +177,19 @@ def is_logged() -> bool:
     return logger.isEnabledFor(logging.INFO)
 
 
+_logged: set[str] = set()
+MOST_LOGGED = 10_000  # lines that are remembered
+
+
 def log(choice: Choice, problem: Problem, mask_name: str) -> None:
+    """One INFO line for every kind of call: a training loop that makes the same call at every step is told of it once."""
     if torch.compiler.is_compiling() or not is_logged():
         return
     assert choice.engine is not None
     skipped = "; ".join(f"{v.engine} ({v.reason})" for v in choice.verdicts if v.reason is not None)
-    logger.info("using %s for %s, mask %s%s", choice.engine.name, problem.describe(), mask_name, f"; skipped {skipped}" if skipped else "")
+    line = f"using {choice.engine.name} for {problem.describe()}, mask {mask_name}{f'; skipped {skipped}' if skipped else ''}"
+    if line not in _logged:
+        if len(_logged) >= MOST_LOGGED:
+            _logged.clear()
+        _logged.add(line)
+        logger.info("%s", line)

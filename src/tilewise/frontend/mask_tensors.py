@@ -1,8 +1,9 @@
 """Mask tensors from clients, simplified: most hold a much simpler mask, which is faster to attend with.
 
 A tensor that forbids nothing is no mask; a padding mask is one length per batch element; an additive mask of 0 and -10000 (or
-finfo.min, or -inf) is boolean. Finding out means reading the contents, so the result is cached by the tensor's identity, version
-and address: a tensor that is changed in place or replaced is read again.
+finfo.min, or -inf) is boolean. Finding out means reading the contents, so the result is cached: of a small tensor on a CPU by its values, because
+some clients make the same mask anew in every layer; of others by the tensor's identity, version and address, so that one that is changed in place or
+replaced is read again.
 """
 
 import weakref
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tilewise import scores
 from tilewise.core.locks import new_lock
-from tilewise.core.map_cache import contents_key
+from tilewise.core.map_cache import contents_key, values_key
 from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError
 from tilewise.masks import Mask, broadcast_load, padding
@@ -40,6 +41,10 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
     check(mask, sizes)
     if mask.requires_grad or not can_be_looked_at(mask):
         return None
+    with unrecorded():
+        values = values_key((mask,))
+        if values is not None:
+            return _values.get(mask, (values, sizes))
     whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
     contents = contents_key((whole,))
     if contents is None:
@@ -59,9 +64,13 @@ class _Readings:
     """Cache of recent readings. It holds the tensors weakly, and drops a reading, which shares their memory, when its tensor is freed."""
 
     def __init__(self) -> None:
-        self.looked = 0  # cache misses (for tests)
+        self.looked = 0  # cache misses
         self._lock = new_lock()
         self._kept: OrderedDict[Any, tuple[weakref.ref[Tensor], Reading]] = OrderedDict()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
 
     def get(self, mask: Tensor, whole: Tensor, key: tuple[Any, ...]) -> Reading:
         """The reading of a mask that is a view of `whole`, or that itself."""
@@ -79,17 +88,66 @@ class _Readings:
         return reading
 
 
-_readings = _Readings()
+class _Values:
+    """Cache of recent readings of small masks, by all that a reading follows from. Such a reading has a copy of the mask that nobody else can change: so the
+    calls and maps that are made of it are those of every tensor that holds the same."""
+
+    def __init__(self) -> None:
+        self.looked = 0  # cache misses
+        self._lock = new_lock()
+        self._kept: OrderedDict[Any, Reading] = OrderedDict()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+
+    def get(self, mask: Tensor, key: tuple[Any, ...]) -> Reading:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        with torch.inference_mode(False):  # else the copy would be an inference tensor, of which no map is kept
+            reading = _meaning(_unexpanded(mask).clone(), key[-1])
+        self.looked += 1
+        with self._lock:
+            self._kept[key] = reading
+            while len(self._kept) > REMEMBERED:
+                self._kept.popitem(last=False)
+        return reading
+
+
+_readings, _values = _Readings(), _Values()
+
+
+def looked() -> int:
+    """How many tensors were read because no reading of theirs was known; tests count."""
+    return _readings.looked + _values.looked
+
+
+def forget() -> None:
+    """Drop all readings."""
+    for cache in (_readings, _values):
+        cache.clear()
 
 
 def _look(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-    if 0 in sizes:  # an empty problem: there is nothing to mask, and an empty tensor has nothing to load
-        return Reading()
-    whole = mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape)  # detached, so that the reading does not keep the client's tensor alive
+    return _meaning(_unexpanded(mask), sizes)
+
+
+def _unexpanded(mask: Tensor) -> Tensor:
+    """Four dimensions, without repetitions; detached, so that a reading does not keep the client's tensor alive."""
+    whole = mask.detach().reshape((1,) * (4 - mask.dim()) + mask.shape)
     for d, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
         if size > 1 and stride == 0:  # an expanded dimension
             whole = whole.narrow(d, 0, 1)
-    return _of_boolean(whole, sizes) if whole.dtype == torch.bool else _of_additive(whole, sizes)
+    return whole
+
+
+def _meaning(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+    if 0 in sizes:  # an empty problem: there is nothing to mask, and an empty tensor has nothing to load
+        return Reading()
+    return _of_boolean(mask, sizes) if mask.dtype == torch.bool else _of_additive(mask, sizes)
 
 
 def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:

@@ -6,21 +6,22 @@ not know about packing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.core.map_cache import contents_key
+from tilewise.core.recording import unrecorded
+from tilewise.core.weak_cache import WeakCache
 from tilewise.errors import InputError
 from tilewise.masks import Mask
-from tilewise.memory import check_dense
-from tilewise.named import AXES, Named
+from tilewise.memory import can_be_looked_at, check_dense
+from tilewise.named import AXES, Covers, Named
 from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(NamedTuple):
     """(tokens, heads, head dim) tensors and where each sequence begins: offsets[n] .. offsets[n + 1]."""
 
     query: Tensor
@@ -28,19 +29,117 @@ class Packed:
     value: Tensor
     q_offsets: Tensor
     kv_offsets: Tensor
+    names: tuple[str, str] = ("the query's offsets", "the key's offsets")
+
+
+def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, is_causal: bool) -> tuple[Mask, list[Any]]:
+    """The user's mask and scores, rewritten for the packed sequence."""
+    if mask is not None and not callable(mask):
+        raise InputError(
+            f"packed sequences take a mask function or a mask of tilewise.masks, which see positions inside each sequence; got {type(mask).__name__}"
+        )
+    tokens = packed_tokens(packed)
+    scores = as_scores(score)
+    if mask is not None or scores:
+        _check_sizes([mask, *scores], packed, tokens)
+    if mask is None and not scores:
+        return tokens.mask(is_causal), []
+    within = tokens.mask(is_causal) if mask is None else _within(tokens, mask, is_causal)
+    return within, [s if isinstance(s, Sinks) else _rebased(tokens, s) for s in scores]
+
+
+# -- where each token is ---------------------------------------------------------------------------------------------
+
+
+class PackedTokens:
+    """For every token the number of its sequence (-1 after the last) and its position inside it, and the masks that follow from that alone.
+
+    A model packs once per step and attends in every layer: layers that find the same tensors and masks here have the same call key, and so the same map.
+    """
+
+    def __init__(self, packed: Packed) -> None:
+        device = packed.query.device
+        self.q_sequence, self.q_position = sequence_and_position(packed.q_offsets.to(device), packed.query.shape[0])
+        self.is_one = packed.q_offsets is packed.kv_offsets and packed.query.shape[0] == packed.key.shape[0]  # queries and keys are the same tokens
+        if self.is_one:
+            self.kv_sequence, self.kv_position = self.q_sequence, self.q_position
+        else:
+            self.kv_sequence, self.kv_position = sequence_and_position(packed.kv_offsets.to(device), packed.key.shape[0])
+        self._offsets = [t.clone() for t in (packed.q_offsets, packed.kv_offsets)]
+        self.sizes_checked: set[Covers] = set()
+        self._masks: dict[bool, Mask] = {}
+
+    def are_of(self, packed: Packed) -> bool:
+        """Whether offsets still hold what this was made from. Some writers raise no version: collectives of torch.distributed, numpy, `.data`. Of offsets on a
+        GPU that is only known later: an assertion there ends the program's use of CUDA."""
+        for before, now in zip(self._offsets, (packed.q_offsets, packed.kv_offsets), strict=True):
+            if now.device.type == "cuda":
+                torch._assert_async((before == now).all(), "offsets of packed sequences were changed by a writer that torch's version counter does not see")
+            elif not torch.equal(before, now):
+                return False
+        return True
+
+    def mask(self, is_causal: bool) -> Mask:
+        """Within each sequence, and nothing else."""
+        if is_causal not in self._masks:
+            self._masks[is_causal] = _within(self, None, True) if is_causal and not self.is_one else _apart(self, is_causal)
+        return self._masks[is_causal]
+
+
+MAX_PACKED = 64
+_known: WeakCache[PackedTokens] = WeakCache(MAX_PACKED)
+
+
+def packed_tokens(packed: Packed) -> PackedTokens:
+    """Made once for the contents of the offsets, and checked then.
+
+    The key is what the contents of both are known by, the numbers of tokens, their device, and the stream on which the tensors were made: another might read
+    them too soon. Offsets without such a key are looked at in every call, and so are those in a CUDA graph: it makes their tensors itself, in its own memory.
+    """
+    if torch.compiler.is_compiling():  # contents are unknown there
+        return PackedTokens(packed)
+    offsets = (packed.q_offsets,) if packed.q_offsets is packed.kv_offsets else (packed.q_offsets, packed.kv_offsets)
+    key = _key(packed, offsets)
+    found = None if key is None else _known.find(key, offsets)
+    if found is not None and found.are_of(packed):
+        return found
+    with unrecorded(), torch.inference_mode(False):  # inference tensors could have no map that is kept
+        _check_contents(packed.q_offsets, packed.query.shape[0], packed.names[0])
+        made = PackedTokens(packed)
+        if not made.is_one:
+            _check_contents(packed.kv_offsets, packed.key.shape[0], packed.names[1])
+    if key is not None:
+        _known.keep(key, offsets, made)
+    return made
+
+
+def _key(packed: Packed, offsets: tuple[Tensor, ...]) -> Any:
+    if not can_be_looked_at(packed.q_offsets) or not can_be_looked_at(packed.kv_offsets):
+        return None
+    contents = contents_key(offsets)
+    if contents is None:
+        return None
+    device, stream = packed.query.device, 0
+    if device.type == "cuda":
+        from tilewise.engines.gpu.driver import is_capturing, stream_of
+
+        stream = stream_of(device)
+        if is_capturing(stream):
+            return None
+    return contents, packed.query.shape[0], packed.key.shape[0], device, stream
 
 
 def sequence_and_position(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """For every token, the number of its sequence (-1 after the last) and its position inside it."""
+    """For every token, the number of its sequence (-1 after the last) and its position inside it. Neither leaves its range, whatever the offsets hold."""
     at = torch.arange(tokens, device=offsets.device)
     number = torch.searchsorted(offsets.long(), at, right=True) - 1
     inside = number < offsets.shape[0] - 1
     start = offsets.long()[number.clamp(min=0)]
-    return torch.where(inside, number, -1), at - start
+    return torch.where(inside, number, -1), (at - start).clamp(min=0)
 
 
-def check_offsets(offsets: Tensor, tokens: int, name: str) -> None:
-    """Raises unless offsets start at 0, never decrease and end within the tokens; others would read tokens of other sequences."""
+def check_offsets(offsets: Tensor, name: str) -> None:
+    """Raises unless a tensor can hold offsets; what it holds is checked once (`packed_tokens`)."""
     if not isinstance(offsets, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(offsets).__name__}; torch.tensor({name}, dtype=torch.int32) makes one of a list")
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int32, torch.int64):
@@ -48,11 +147,23 @@ def check_offsets(offsets: Tensor, tokens: int, name: str) -> None:
     check_dense(offsets, name)
     if offsets.is_meta:
         raise InputError(f"{name} is on the meta device, so it has no contents; the lengths of sequences must be known")
-    if torch.compiler.is_compiling():
-        return  # contents are unknown while compiling; sequence_and_position stays within the tokens in any case
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last > tokens or bool((offsets[1:] < offsets[:-1]).any()):
-        raise InputError(f"{name} must start at 0, never decrease and end at most at the {tokens} tokens given, got {_shown(offsets)}")
+
+
+def _check_contents(offsets: Tensor, tokens: int, name: str) -> None:
+    """Raises unless offsets start at 0, never decrease and end within the tokens; others would read tokens of other sequences."""
+    rule = f"{name} must start at 0, never decrease and end at most at the {tokens} tokens given"
+    right = (offsets[0] == 0) & (offsets[-1] <= tokens) & (offsets[1:] >= offsets[:-1]).all()
+    if not _holds(right, rule):
+        raise InputError(f"{rule}, got {_shown(offsets)}")
+
+
+def _holds(condition: Tensor, message: str) -> bool:
+    """Whether a condition holds. On a GPU that would wait for all the work before: there, the condition is asserted on the device (in stream order, so before
+    any kernel reads what was checked), which ends what follows with torch's error for such asserts, and prints the message."""
+    if not condition.is_cuda:
+        return bool(condition)
+    torch._assert_async(condition, message)
+    return True
 
 
 def _shown(offsets: Tensor) -> str:
@@ -60,16 +171,24 @@ def _shown(offsets: Tensor) -> str:
     return str(listed) if len(listed) <= 8 else f"[{', '.join(map(str, listed[:4]))}, ..., {', '.join(map(str, listed[-3:]))}]"
 
 
-def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, is_causal: bool) -> tuple[Mask, list[Any]]:
-    """The user's mask and scores, rewritten for the packed sequence."""
-    q_sequence, q_position = sequence_and_position(packed.q_offsets, packed.query.shape[0])
-    kv_sequence, kv_position = sequence_and_position(packed.kv_offsets, packed.key.shape[0])
-    if mask is not None and not callable(mask):
-        raise InputError(
-            f"packed sequences take a mask function or a mask of tilewise.masks, which see positions inside each sequence; got {type(mask).__name__}"
-        )
+# -- masks and scores ------------------------------------------------------------------------------------------------
 
-    _check_sizes([mask, *as_scores(score)], packed)
+
+def _apart(tokens: PackedTokens, is_causal: bool) -> Mask:
+    """Within each sequence; causal where queries and keys are the same tokens, which lie in the order of their positions."""
+    q_sequence, kv_sequence = tokens.q_sequence, tokens.kv_sequence
+
+    def same_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        number = q_sequence[q]
+        allowed = (number == kv_sequence[kv]) & (number >= 0)
+        return allowed & (q >= kv) if is_causal else allowed
+
+    return Mask(same_sequence, "packed", fixed=True)
+
+
+def _within(tokens: PackedTokens, mask: Any, is_causal: bool) -> Mask:
+    """The same with a mask that sees positions, or causal by positions."""
+    q_sequence, q_position, kv_sequence, kv_position = tokens.q_sequence, tokens.q_position, tokens.kv_sequence, tokens.kv_position
 
     def same_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
         number, i, j = q_sequence[q], q_position[q], kv_position[kv]
@@ -78,29 +197,37 @@ def within_sequences(packed: Packed, mask: Any, score: ScoreFunction | Sequence[
             allowed = allowed & (i >= j)
         return allowed if mask is None else allowed & mask(number.clamp(min=0), h, i, j)
 
-    def within_sequence(function: ScoreFunction) -> Score:
-        def rebased(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return function(s, q_sequence[q].clamp(min=0), h, q_position[q], kv_position[kv])
-
-        return Score(rebased, getattr(function, "name", "score"))
-
     label = "packed" if mask is None else f"packed {getattr(mask, 'name', 'mask')}"
-    return Mask(same_sequence, label), [s if isinstance(s, Sinks) else within_sequence(s) for s in as_scores(score)]
+    return Mask(same_sequence, label, fixed=mask is None)
 
 
-def _check_sizes(functions: list[Any], packed: Packed) -> None:
+def _rebased(tokens: PackedTokens, function: ScoreFunction) -> Score:
+    q_sequence, q_position, kv_position = tokens.q_sequence, tokens.q_position, tokens.kv_position
+
+    def rebased(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return function(s, q_sequence[q].clamp(min=0), h, q_position[q], kv_position[kv])
+
+    return Score(rebased, getattr(function, "name", "score"))
+
+
+def _check_sizes(functions: list[Any], packed: Packed, tokens: PackedTokens) -> None:
     """What is made for certain sizes has as many heads and sequences, and covers the longest of them: shorter ones are packed with it, that is the point."""
     for function in functions:
         if not isinstance(function, Named):
             continue
         function.check_sizes({"h": packed.query.shape[1], "b": packed.q_offsets.shape[0] - 1})
-        for what, axis, size in function.covers:
+        for covered in function.covers:
+            what, axis, size = covered
             offsets = {"q": packed.q_offsets, "kv": packed.kv_offsets}.get(axis)
-            if offsets is None or len(offsets) < 2 or torch.compiler.is_compiling():  # contents are unknown while compiling
+            if offsets is None or len(offsets) < 2 or covered in tokens.sizes_checked or torch.compiler.is_compiling():  # contents are unknown while compiling
                 continue
-            longest = int(offsets.diff().max())
-            if longest > size:
-                raise InputError(f"{what} is made for sequences of up to {size} {AXES[axis]}, the longest here has {longest}: make it for as many")
+            lengths, rule = offsets.diff(), f"{what} is made for sequences of up to {size} {AXES[axis]}"
+            if not _holds((lengths <= size).all(), rule):
+                raise InputError(f"{rule}, the longest here has {int(lengths.max())}: make it for as many")
+            tokens.sizes_checked.add(covered)
+
+
+# -- nested tensors --------------------------------------------------------------------------------------------------
 
 
 def unnest(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Packed:

@@ -17,6 +17,8 @@ from tilewise.frontend.interception import LOOKS_LIKE_ATTENTION
 from tilewise.integrations import diffusers, transformers
 from tilewise.integrations.routing import Route, route
 
+__all__ = ["Configured", "configure", "mechanism_of"]
+
 KEY = "attention_mechanism"
 logger = logging.getLogger("tilewise")
 
@@ -40,6 +42,7 @@ class Configured:
         self._route: Route = route(model, mechanism, intercept=self._calls_sdpa(model))
 
     def remove(self) -> None:
+        """Give the model back the attention it had."""
         self._route.remove()
         for processor, backend in self._backends:
             if (there := processor()) is not None:

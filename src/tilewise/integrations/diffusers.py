@@ -11,20 +11,23 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.errors import BackendError, InputError
+from tilewise.errors import BackendError
 from tilewise.flex import mask_for
 from tilewise.frontend.dispatch import requested_backend
 from tilewise.functional import attend
+from tilewise.integrations.diffusers_masks import four_dimensional
+
+__all__ = ["backend_name", "register", "unregister"]
 
 NAME, FLEX = "tilewise", "flex"
-_replaced: dict[str, tuple[Callable[..., Any], list[Any]]] = {}  # diffusers' own function and constraints of each replaced name
+_replaced: dict[str, tuple[Callable[..., Any], list[Any], bool]] = {}  # of each replaced name: diffusers' function, its constraints, whether it is parallel
 
 
 def register(replace_flex: bool = False) -> None:
     """Add `tilewise` to the dispatcher's backends; with `replace_flex`, tilewise serves the name `flex` too.
 
     The engine is chosen as usual (tilewise.attention_backend, TILEWISE_BACKEND); under the name `flex` the default is tilewise's
-    `flex` backend. Calling it again has no effect; unregister() undoes it.
+    `flex` backend. Both names take diffusers' context parallelism. Calling it again has no effect; unregister() undoes it.
     """
     dispatch = _dispatch_module()
     if NAME not in dispatch.AttentionBackendName._value2member_map_:
@@ -43,8 +46,10 @@ def unregister() -> None:
     """Restores diffusers' own `flex` and removes `tilewise`. Call reset_attention_backend() on models that use it first."""
     dispatch = _dispatch_module()
     registry, names = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName
-    for name, (function, constraints) in _replaced.items():
+    for name, (function, constraints, is_parallel) in _replaced.items():
         registry.register(names(name), constraints=constraints)(function)
+        if not is_parallel:
+            _parallel_names(registry).discard(name)
     _replaced.clear()
     if NAME not in names._value2member_map_:
         return
@@ -52,6 +57,7 @@ def unregister() -> None:
         registry.set_active_backend(names.NATIVE)
     for table in (registry._backends, registry._constraints, registry._supported_arg_names):
         table.pop(NAME, None)
+    _parallel_names(registry).discard(NAME)
     _remove_member(names, NAME.upper(), NAME)
 
 
@@ -69,8 +75,15 @@ def _serve(dispatch: Any, name: str, function: Callable[..., Any]) -> None:
     if present is function:
         return
     if present is not None:
-        _replaced[name] = present, registry._constraints[member]
+        _replaced[name] = present, registry._constraints[member], name in _parallel_names(registry)
     registry.register(member)(function)  # no constraints: tilewise always checks its arguments itself
+    _parallel_names(registry).add(name)
+
+
+def _parallel_names(registry: Any) -> set[str]:
+    """The names of backends that diffusers lets enable_parallelism() use; older versions have no such set."""
+    names: set[str] = getattr(registry, "_supports_context_parallel", set())
+    return names
 
 
 def _add_member(names: Any, name: str, value: str) -> None:
@@ -110,7 +123,8 @@ def _attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
-    return _attend(None, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _parallel_config)
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return _attend(query, key, value, attn_mask, _parallel_config, return_lse=return_lse, **options)
 
 
 def _flex_attention(
@@ -126,43 +140,20 @@ def _flex_attention(
     _parallel_config: Any = None,
 ) -> Any:
     asked = requested_backend(None)[1] != "the default"
-    return _attend(None if asked else FLEX, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, _parallel_config)
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "backend": None if asked else FLEX}
+    return _attend(query, key, value, attn_mask, _parallel_config, return_lse=return_lse, **options)
 
 
-def _attend(
-    backend: str | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    parallel: Any,
-) -> Any:
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, parallel: Any, *, return_lse: bool, **options: Any) -> Any:
     """diffusers' tensors are (batch, sequence, heads, head dim), and so is the output; its lse is (batch, sequence, heads)."""
     if parallel is not None:
-        raise BackendError("the tilewise backend has no context parallelism; use diffusers' `native` backend with enable_parallelism(), or one device")
+        from tilewise.integrations import diffusers_parallel  # needs a torch with torch.distributed
+
+        return diffusers_parallel.attention(query, key, value, attn_mask, parallel.context_parallel_config, return_lse=return_lse, **options)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    mask = _as_four_dimensional(attn_mask, q, k) if isinstance(attn_mask, Tensor) else mask_for(attn_mask, q, k)
-    found = attend(q, k, v, mask, backend=backend, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
+    if isinstance(attn_mask, Tensor):
+        mask = four_dimensional(attn_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    else:
+        mask = mask_for(attn_mask, q, k)
+    found = attend(q, k, v, mask, return_lse=return_lse, **options)
     return (found[0].transpose(1, 2), found[1].transpose(1, 2)) if return_lse else found.transpose(1, 2)
-
-
-def _as_four_dimensional(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """diffusers' mask tensors: (keys), (batch, keys), (queries, keys), (batch, queries, keys), or all four dimensions."""
-    batch, heads, queries, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-    if mask.dim() == 1:
-        return mask.view(1, 1, 1, -1)
-    if mask.dim() == 2:  # if both fit, it is padding, as in diffusers' native backend
-        return mask[:, None, None, :] if mask.shape == (batch, keys) else mask[None, None]
-    if mask.dim() == 3:
-        if mask.shape[0] == batch == heads != 1:
-            raise InputError(f"a 3-D mask of shape {tuple(mask.shape)} may mean (batch, queries, keys) or (heads, queries, keys) here; write all 4 dimensions")
-        return mask[:, None] if mask.shape[0] == batch else mask[None]
-    if mask.dim() == 4:
-        return mask
-    wanted = f"(keys), (batch, keys), (queries, keys), (batch, queries, keys) or 4 dimensions with batch {batch}, heads {heads}, {queries} queries, {keys} keys"
-    raise InputError(f"a mask tensor must be {wanted}, got shape {tuple(mask.shape)}")

@@ -13,6 +13,8 @@ from tilewise.errors import InputError
 from tilewise.frontend.dispatch import attention_backend, check_name
 from tilewise.functional import intercept_sdpa
 
+__all__ = ["Route", "route", "unroute"]
+
 
 class Route:
     """A routed model. `remove()` undoes it; so does leaving a `with` block."""
@@ -27,6 +29,7 @@ class Route:
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
+        """Undo the route."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -3,6 +3,8 @@
 Example:
 
     tilewise.integrations.simpletuner.register()      # before the trainer starts
+
+`tilewise.integrations.simpletuner_train` does so for `simpletuner train`.
 """
 
 from collections import Counter
@@ -16,6 +18,8 @@ from tilewise.frontend.dispatch import Served, attention_backend, observers, req
 from tilewise.functional import scaled_dot_product_attention
 from tilewise.integrations import diffusers
 
+__all__ = ["register", "served", "unregister"]
+
 NAME, FLEX = "tilewise", ("flex", "flex-attn")
 ELSEWHERE = ("diffusers", "native", "xformers", "sla", "kohaku-fa", "kohaku-fa-auto")  # names that are not in its table of diffusers' backends
 
@@ -24,7 +28,7 @@ def register() -> None:
     """Let SimpleTuner's `attention_mechanism` be `tilewise`, and let `flex` mean tilewise. unregister() undoes it.
 
     Under both names the models that call torch's SDPA themselves (its Flux and SD3, every UNet) are served too, as long as the
-    trainer keeps the mechanism on. Unknown names raise an error; SimpleTuner itself would silently ignore them.
+    trainer keeps the mechanism on. Names that SimpleTuner's command line would refuse raise an error here too; its trainer alone would ignore them.
     """
     backends = _attention_module()
     controller = backends.AttentionBackendController
@@ -33,7 +37,7 @@ def register() -> None:
     diffusers.register(replace_flex=True)
     backends._DIFFUSERS_BACKEND_TARGETS[NAME] = NAME
     backends._DIFFUSERS_BACKEND_ALIASES[NAME] = backends.AttentionBackendName(NAME)
-    _add_choice(NAME)
+    _add_choices()
     controller.apply = _Apply(controller.__dict__["apply"], backends)
     controller.restore_default = _RestoreDefault(controller.__dict__["restore_default"])
     _served.clear()
@@ -63,6 +67,7 @@ def unregister() -> None:
     controller.apply, controller.restore_default = controller.__dict__["apply"].original, controller.__dict__["restore_default"].original
     for known in (backends._DIFFUSERS_BACKEND_TARGETS, backends._DIFFUSERS_BACKEND_ALIASES):
         known.pop(NAME, None)
+    _remove_choices()
     diffusers.unregister()
 
 
@@ -74,15 +79,33 @@ def _attention_module() -> Any:
     return attention_backend
 
 
-def _add_choice(name: str) -> None:
-    """Adds a name to the list that SimpleTuner's command line and web page check. Importing it needs all of SimpleTuner's dependencies."""
+def _choices() -> list[dict[str, str]] | None:
+    """The names that SimpleTuner's command line and web page offer. Importing them needs all of SimpleTuner's dependencies; None if they are not there."""
     try:
         from simpletuner.simpletuner_sdk.server.services.field_registry.registry import field_registry
     except ImportError:
-        return
-    choices = field_registry.get_field("attention_mechanism").choices
-    if not any(choice["value"] == name for choice in choices):
-        choices.append({"value": name, "label": name})
+        return None
+    choices: list[dict[str, str]] = field_registry.get_field("attention_mechanism").choices
+    return choices
+
+
+_added: list[dict[str, str]] = []
+
+
+def _add_choices() -> None:
+    choices = _choices()
+    if choices is not None:
+        offered = {choice["value"] for choice in choices}
+        _added.extend({"value": name, "label": name} for name in (NAME, *FLEX) if name not in offered)
+        choices.extend(_added)
+
+
+def _remove_choices() -> None:
+    choices = _choices()
+    if choices is not None:
+        for choice in _added:
+            choices.remove(choice)
+    _added.clear()
 
 
 # -- the controller ----------------------------------------------------------------------------------------------------

@@ -19,13 +19,22 @@ class TracedMask(BlockMask):
     def __init__(self, mask: Mask | None, shape: tuple[int, int, int, int], config: Any = None) -> None:
         self.mask = mask
         self.config = config
+        self.is_used = False  # by an attention call
+        self.is_compiled = torch.compiler.is_compiling()  # made within the graph that uses it
         self._shape = torch.Size(shape)
+        if not self.is_compiled:  # a graph that looks at those that compiled steps have used would put guards on them
+            for used in [m for m in _all_unused() if m.is_used]:
+                _unused.discard(used)
         if mask is not None:
             _unused.add(self)
 
     def use(self) -> Mask | None:
         """The mask, for an attention call: from now on it counts as used."""
-        _unused.discard(self)
+        if not self.is_used:
+            self.is_used = True
+            # A graph that uses a mask made outside would be compiled again for every number of masks there are. One that makes it must leave none behind.
+            if self.is_compiled or not torch.compiler.is_compiling():
+                _unused.discard(self)
         return self.mask
 
     @property
@@ -52,8 +61,16 @@ class TracedMask(BlockMask):
     __str__ = __repr__
 
 
-# Masks that a model asked for and that no attention call has received yet. An entry lives as long as its mask: for one forward of the model.
+# Masks that a model asked for and that no attention call has received yet, unless compiled. An entry lives as long as its mask: for one forward of the model.
 _unused: "weakref.WeakSet[TracedMask]" = weakref.WeakSet()
+
+
+def _all_unused() -> list["TracedMask"]:
+    while True:
+        try:
+            return list(_unused)
+        except RuntimeError:  # another thread has changed it meanwhile
+            continue
 
 
 def dropped_mask(config: Any, shape: tuple[int, int, int]) -> TracedMask | None:
@@ -64,4 +81,5 @@ def dropped_mask(config: Any, shape: tuple[int, int, int]) -> TracedMask | None:
     """
     if config is None:
         return None
-    return next((mask for mask in _unused if mask.config is config and (mask.shape[0], *mask.shape[2:]) == shape), None)
+    unused = _unused if torch.compiler.is_compiling() else _all_unused()
+    return next((mask for mask in unused if not mask.is_used and mask.config is config and (mask.shape[0], *mask.shape[2:]) == shape), None)

@@ -173,10 +173,15 @@ def div(a: Interval, b: Interval) -> Interval:
     return forget(may_be_infinite(a, b) | ~((b.lo > 0) | (b.hi < 0)), corners(torch.div, a, b))
 
 
+def floor(x: Tensor) -> Tensor:
+    """x.floor(), for which torch wakes its threads from 2048 elements on, by an operation that is done before they are awake. NaN where x is infinite."""
+    return torch.div(x, 1, rounding_mode="floor")
+
+
 def floordiv_integer(a: Interval, b: Interval) -> Interval:
     quotient = div(a, b)
     large = (a.lo.abs() >= EXACT) | (a.hi.abs() >= EXACT)
-    return Interval(quotient.lo.floor() - large.double(), quotient.hi.floor() + large.double())
+    return Interval(floor(quotient.lo) - large.double(), floor(quotient.hi) + large.double())
 
 
 def floordiv_float(a: Interval, b: Interval) -> Interval:
@@ -184,7 +189,7 @@ def floordiv_float(a: Interval, b: Interval) -> Interval:
     quotient = div(a, b)
     long = ~(_is_short(a.lo) & _is_short(a.hi) & _is_short(b.lo) & _is_short(b.hi))
     room = long * 2**-52
-    return Interval((quotient.lo - quotient.lo.abs() * room).floor(), (quotient.hi + quotient.hi.abs() * room).floor())
+    return Interval(floor(quotient.lo - quotient.lo.abs() * room), floor(quotient.hi + quotient.hi.abs() * room))
 
 
 def _is_short(x: Tensor) -> Tensor:
@@ -207,8 +212,8 @@ def _mod(a: Interval, b: Interval, gap: float) -> Interval:
     """The remainder has the divisor's sign; on a stretch within one period it is increasing."""
     zero = torch.zeros_like(a.lo + b.lo)
     anything = Interval(torch.where(b.lo > 0, zero, b.lo + gap), torch.where(b.hi < 0, zero, b.hi - gap))
-    period = (a.lo / b.lo).floor()
-    same = is_point(b) & (period == (a.hi / b.hi).floor()) & (a.lo.abs() < EXACT) & (a.hi.abs() < EXACT)
+    period = floor(a.lo / b.lo)
+    same = is_point(b) & (period == floor(a.hi / b.hi)) & (a.lo.abs() < EXACT) & (a.hi.abs() < EXACT)
     inside = Interval(a.lo - period * b.lo, a.hi - period * b.lo)
     unsafe = may_be_infinite(a, b) | ~((b.lo > 0) | (b.hi < 0)) | a.lo.isnan() | a.hi.isnan()
     return forget(unsafe, choose(same & (gap > 0), inside, anything))
@@ -259,7 +264,7 @@ def shift_left(a: Interval, b: Interval) -> Interval:
 
 
 def shift_right(a: Interval, b: Interval) -> Interval:
-    return forget((b.lo < 0) | (b.hi > 62), corners(lambda x, n: (x / torch.exp2(n)).floor(), a, b))
+    return forget((b.lo < 0) | (b.hi > 62), corners(lambda x, n: floor(x / torch.exp2(n)), a, b))
 
 
 def negate(a: Interval) -> Interval:

@@ -57,6 +57,9 @@ class Row(Traced):
 
         return Row(self.tracer, shape, self._dtype, make) if shape else make(())
 
+    def __repr__(self) -> str:
+        return f"row of shape {tuple(self._shape)}, {self.dtype}"
+
     def __len__(self) -> int:
         return self._shape[0]
 

@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from tilewise.lang.expression import expression
 from tilewise.lang.program import Tape
 from tilewise.lang.refusals import BRANCHING, refuse, undefined
 from tilewise.lang.types import DTYPE_OF
@@ -14,6 +15,8 @@ class Trace(Protocol):
 
     tape: Tape
     device: Any
+    ints: list[int]
+    floats: list[float]
 
     def operand(self, value: Any) -> int: ...
     def value(self, value: Any) -> "Traced": ...
@@ -53,9 +56,6 @@ class Traced:
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
-
-    def __repr__(self) -> str:
-        return "a value that differs for every (b, h, q, kv)"
 
     __hash__ = object.__hash__
 
@@ -212,6 +212,9 @@ class Symbol(Traced):
     @property
     def shape(self) -> torch.Size:
         return torch.Size([])
+
+    def __repr__(self) -> str:
+        return expression(self.tracer.tape, self.at, self.tracer.ints, self.tracer.floats)
 
     def __iter__(self) -> Any:
         raise refuse("b, h, q, kv and score are single values and cannot be iterated or unpacked")

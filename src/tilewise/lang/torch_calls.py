@@ -3,8 +3,9 @@
 import inspect
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +17,8 @@ from tilewise.lang.torch_functions import FUNCTIONS, OPERATORS, where_method
 from tilewise.lang.tracer import tracer_of
 
 
-class Handler(NamedTuple):
+@dataclass(frozen=True)  # and no NamedTuple, which torch.compile cannot call before torch 2.11
+class Handler:
     """One of the functions of torch_functions.py, with what torch's callers may pass to it."""
 
     name: str
@@ -61,7 +63,8 @@ def _by_function() -> dict[Any, Handler]:
 
 BY_FUNCTION = _by_function()
 # Some operators of tensors are functions written in Python. Dynamo makes such a function anew whenever an operator calls it: no dictionary finds it, `is` does.
-IN_PYTHON = tuple([(f, h) for f, h in BY_FUNCTION.items() if isinstance(f, FunctionType) and f.__module__ == "torch._tensor"])
+IN_PYTHON = tuple([(f, h.name) for f, h in BY_FUNCTION.items() if isinstance(f, FunctionType) and f.__module__ == "torch._tensor"])
+WRITTEN = {name: BY_FUNCTION[f] for f, name in IN_PYTHON}  # by name, because before torch 2.11 Dynamo takes a handler only from a global dictionary
 SHAPES = {torch.Tensor.dim: "dim", torch.Tensor.size: "size", torch.Tensor.__len__: "__len__"}  # asked of a row under torch.compile
 CUSTOM_OPERATORS = {"approx.tanh": BY_FUNCTION[torch.tanh]}  # the name users know a hardware tanh by; here it is exact
 
@@ -99,9 +102,9 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _handler_of(func: Any) -> Handler | None:
     if torch.compiler.is_dynamo_compiling():
-        for known, found in IN_PYTHON:
+        for known, name in IN_PYTHON:
             if func is known:
-                return found
+                return WRITTEN[name]
     return BY_FUNCTION.get(func)
 
 
@@ -119,11 +122,15 @@ def _missing(self: Traced, name: str) -> Any:
     raise unknown(name)
 
 
-def _method(h: Handler) -> Callable[..., Any]:
-    def method(self: Traced, *args: Any, **kwargs: Any) -> Any:
-        return h((self, *args), kwargs)
+METHODS = {name: BY_FUNCTION[getattr(torch.Tensor, name)] for name in FUNCTIONS if hasattr(torch.Tensor, name)}
+METHODS |= {name: handler("@", OPERATORS[name]) for name in ("__matmul__", "__rmatmul__")}
 
-    method.__name__ = h.name
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: Traced, *args: Any, **kwargs: Any) -> Any:
+        return METHODS[name]((self, *args), kwargs)
+
+    method.__name__ = name
     return method
 
 
@@ -134,8 +141,5 @@ def _getitem(self: Traced, index: Any) -> Any:
 Traced.__torch_function__ = classmethod(_torch_function)
 setattr(Traced, "__getattr__", _missing)  # noqa: B010  # set here, since values do not know torch's functions
 setattr(Traced, "__getitem__", _getitem)  # noqa: B010  # likewise
-for _name in FUNCTIONS:
-    if hasattr(torch.Tensor, _name):
-        setattr(Traced, _name, _method(BY_FUNCTION[getattr(torch.Tensor, _name)]))
-for _name in ("__matmul__", "__rmatmul__"):
-    setattr(Traced, _name, _method(handler("@", OPERATORS[_name])))
+for _name in METHODS:
+    setattr(Traced, _name, _method(_name))
