@@ -9,6 +9,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -17,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
+# Hypothesis also draws from the constants of all loaded modules, which differ from worker to worker. Without them every run draws the same.
+providers._get_local_constants = lambda: providers.Constants()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

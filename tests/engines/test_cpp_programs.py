@@ -94,6 +94,12 @@ def test_every_function_of_odd_numbers(dtype: str, axes: Axes) -> None:
     check([*one, *two, *remainders, (("fmod", ("score",), some), 0)], axes)
 
 
+@pytest.mark.parametrize("axes", [BY_QUERY, BY_KEY], ids=lambda a: a.name)
+def test_remainders_of_quotients_out_of_range(axes: Axes) -> None:
+    """-3e38 / 0.25 is no float32, but has a remainder: the same on every processor."""
+    check([((op, ODD, y), seed) for op in ("fmod", "%") for y in (("score",), ("number", 0.3), SOME) for seed in range(2)], axes)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_numbers_beside_16_bits_are_rounded_where_torch_rounds_them(dtype: str) -> None:
     """A remainder, or a comparison, of what was rounded and of what was not have nothing in common."""

@@ -1,6 +1,7 @@
 """Sums, products, quotients, remainders, powers and extremes."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +72,17 @@ def floor_quotient(x: torch.Tensor, y: Any) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="floor")
 
 
+def exactly(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A remainder by `f`. Of float32 on a CPU it is taken in float64: there torch's own is NaN where x / y passes float32's range, on processors with AVX2 only."""
+
+    def of_tensors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if torch.result_type(x, y) is not torch.float32 or x.device.type != "cpu":
+            return f(x, y)
+        return f(x.float().double(), y.float().double()).float()
+
+    return as_tensors(of_tensors)
+
+
 define(
     "floordiv",
     2,
@@ -88,7 +100,7 @@ define(
 define(
     "mod",
     2,
-    meaning=by_first(torch.remainder),
+    meaning=exactly(torch.remainder),
     result=promote,
     bounds=intervals.mod_integer,
     bounds_of_floats=intervals.mod_float,
@@ -102,7 +114,7 @@ define(
 define(
     "fmod",
     2,
-    meaning=by_first(torch.fmod),
+    meaning=exactly(torch.fmod),
     result=promote,
     bounds=intervals.fmod_integer,
     bounds_of_floats=intervals.fmod_float,
