@@ -11,6 +11,8 @@ import tilewise as tw
 from tests.support.programs import assert_derives_as_autograd, grid, scores, trace_value
 from tilewise.lang import INDICES, evaluate
 
+BOUNDS, ZERO = torch.arange(5) / 4 - 0.5, torch.tensor(0.0)  # which the scores, quarters, meet
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softplus": lambda s, b, h, q, kv: functional.softplus(s),
     "softplus of large values": lambda s, b, h, q, kv: functional.softplus(s * 40.0),
@@ -36,6 +38,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "logaddexp2": lambda s, b, h, q, kv: torch.logaddexp2(s, -s * 2),
     "degrees": lambda s, b, h, q, kv: torch.deg2rad(s) + torch.rad2deg(s),
     "fmin, fmax": lambda s, b, h, q, kv: torch.fmin(s, s * s - 1.1) * torch.fmax(s, -s * 0.5 + 0.1),
+    "fmin, fmax at ties": lambda s, b, h, q, kv: torch.fmin(s, s.round()) - 3.0 * torch.fmax(s, BOUNDS[q]),
+    "clamp": lambda s, b, h, q, kv: s.clamp(-1.0, 1.5) - 3.0 * torch.clamp_min(s, 0.0) + 5.0 * s.clip(max=2),
+    "clamp to tensors": lambda s, b, h, q, kv: s.clamp(BOUNDS[q], BOUNDS[q] + 1.0) - 3.0 * s.clamp(min=ZERO) + 5.0 * torch.clamp_max(s, s.round()),
     "isclose": lambda s, b, h, q, kv: torch.where(torch.isclose(s, s.round(), atol=0.3) | torch.isposinf(1.0 / s) | torch.isneginf(s), s, 0.5 * s),
     "isfinite": lambda s, b, h, q, kv: torch.where(torch.isfinite(1.0 / s), s, 0.0),
 }

@@ -93,9 +93,8 @@ def _where(condition: Any, input: Any, other: Any) -> Any:
 
 def _expm1_of_negative(input: Any, divisor: float | None = None) -> Any:
     """expm1, for where the input is negative. Elsewhere it is bounded, though not chosen: its derivative is multiplied by 0, which of infinity would be NaN."""
-    tracer = tracer_of((input,))
-    bounded = tracer.emit("clamp_max", input, 0.0)
-    return tracer.emit("expm1", bounded if divisor is None else bounded / divisor)
+    bounded = _where(input > 0, 0.0, input)  # not clamp, whose derivative at 0 is another one
+    return tracer_of((input,)).emit("expm1", bounded if divisor is None else bounded / divisor)
 
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {

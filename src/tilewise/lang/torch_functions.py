@@ -159,12 +159,12 @@ def isclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, eq
 
 def fmin(input: Any, other: Any) -> Any:
     input, other = _values(input, other)
-    return where((input <= other) | isnan(other), input, other)
+    return where(isnan(other), input, where(isnan(input), other, clamp_max(input, other)))  # whose gradient at ties is fmin's in every version of torch
 
 
 def fmax(input: Any, other: Any) -> Any:
     input, other = _values(input, other)
-    return where((input >= other) | isnan(other), input, other)
+    return where(isnan(other), input, where(isnan(input), other, clamp_min(input, other)))
 
 
 def _values(*given: Any) -> list[Traced]:

@@ -10,7 +10,7 @@ from tilewise.lang import intervals
 from tilewise.lang.ops.entry import OPS, Derive, Gradients, define, emit, infer
 from tilewise.lang.ops.rules import as_tensors, by_first, float_of, no_boolean, numbers, same
 from tilewise.lang.program import Tape, literal_value
-from tilewise.lang.types import promote
+from tilewise.lang.types import NUMBER, promote
 
 define(
     "add",
@@ -209,12 +209,32 @@ def _derive_extreme(loses: str) -> Derive:
     return derive
 
 
-def _derive_clamp(kept: str, cut: str) -> Derive:
+SHARES_AT_BOUNDS = torch.__version__ >= (2, 14)  # type: ignore[operator]  # the installed torch's rule for clamp, see _derive_clamp
+
+
+def _derive_clamp(cut: str, kept: str, inside: str) -> Derive:
+    """The installed torch's rule; versions differ only where a value equals its bound, or is NaN.
+
+    Before torch 2.14, a value at its bound had the whole gradient. Since then, clamp to a tensor is derived as minimum and maximum are, so both have half
+    of it; of clamp to a Python number, nobody has any. Clamp to two tensors is two steps here: where these are equal, torch divides the gradient otherwise.
+    """
+    of_tensors = _derive_extreme(cut)
+
     def derive(t: Tape, g: int, a: tuple[int, ...], out: int) -> Gradients:
+        is_number = t.type(a[1]).level == NUMBER
+        if SHARES_AT_BOUNDS and not is_number:
+            return of_tensors(t, g, a, out)
         zero = t.literal(0.0)
-        return emit(t, "where", emit(t, kept, *a), g, zero), emit(t, "where", emit(t, cut, *a), g, zero)
+        to_value = emit(t, "where", emit(t, inside if SHARES_AT_BOUNDS else kept, *a), g, zero)
+        return to_value, None if is_number else emit(t, "where", emit(t, cut, *a), g, zero)
 
     return derive
+
+
+def _clamp(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Of what has a derivative, a number stays a number: torch derives clamp of numbers and of tensors differently."""
+    of_tensors = as_tensors(f)
+    return lambda x, bound: f(x, bound) if isinstance(x, torch.Tensor) and x.is_floating_point() else of_tensors(x, bound)
 
 
 define(
@@ -244,11 +264,11 @@ define(
 define(
     "clamp_min",
     2,
-    meaning=as_tensors(torch.clamp_min),
+    meaning=_clamp(torch.clamp_min),
     result=promote,
     bounds=intervals.maximum,
     exact=True,
-    derive=_derive_clamp("ge", "lt"),
+    derive=_derive_clamp("lt", "ge", "gt"),
     triton="tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
     cpp="greater({0}, {1})",
     cpp_of_bools="{0} | {1}",
@@ -256,11 +276,11 @@ define(
 define(
     "clamp_max",
     2,
-    meaning=as_tensors(torch.clamp_max),
+    meaning=_clamp(torch.clamp_max),
     result=promote,
     bounds=intervals.minimum,
     exact=True,
-    derive=_derive_clamp("le", "gt"),
+    derive=_derive_clamp("gt", "le", "lt"),
     triton="tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
     cpp="lesser({0}, {1})",
     cpp_of_bools="{0} & {1}",
