@@ -2,6 +2,7 @@
 
 # ruff: noqa: SIM300 - numbers on the left are part of what is tested
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,32 @@ def assigns_an_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + ROW[q]
 
 
+def assigns_by_operator(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    operator.setitem(ROW, slice(None), 1.0)
+    return s + ROW[q]
+
+
+def assigns_an_item_at_a_symbol(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    ROW[q] = 1.0
+    return s + ROW[q]
+
+
+def assigns_an_item_of_a_symbol(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    s[0] = 1.0
+    return s + ROW[q]
+
+
+def assigns_an_item_of_its_own(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    table = torch.zeros(5)
+    table[0] = 1.0
+    return s + table[q] + ROW[q]
+
+
+def augments_an_item(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    ROW[1:] += 1.0
+    return s + ROW[q]
+
+
 def assigns_a_row(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     ROW[1:].fill_(1.0)
     return s + ROW[q]
@@ -49,6 +76,11 @@ WRITES: dict[str, Callable[..., Any]] = {
     "method of a method": lambda s, b, h, q, kv: s + ROW.mul(2).exp_()[q],
     "copy": lambda s, b, h, q, kv: s + ROW.copy_(ROW + 1)[q],
     "item": assigns_an_item,
+    "item by an operator": assigns_by_operator,
+    "item at a symbol": assigns_an_item_at_a_symbol,
+    "item of a symbol": assigns_an_item_of_a_symbol,
+    "item of its own": assigns_an_item_of_its_own,
+    "item augmented": augments_an_item,
     "part": assigns_a_row,
     "initialisation": lambda s, b, h, q, kv: s + torch.nn.init.ones_(ROW)[q],
     "with a symbol": lambda s, b, h, q, kv: s + ROW.add_(s)[q],
@@ -63,6 +95,18 @@ def test_writing_to_a_captured_tensor_is_refused(name: str) -> None:
         with pytest.raises(error):
             compiled(WRITES[name], fullgraph)
     assert torch.equal(ROW, torch.zeros(5))
+
+
+def test_assignments_elsewhere_in_the_graph_are_allowed() -> None:
+    torch._dynamo.reset()
+
+    def traced(x: Tensor) -> Tensor:
+        x[0] = 1.0
+        call: BoundProgram = trace_score((lambda s, b, h, q, kv: s + x[q],))
+        x[1] = 2.0
+        return call.captures[0] + x
+
+    assert torch.equal(torch.compile(traced, backend="eager", fullgraph=True)(torch.zeros(3)), torch.tensor([2.0, 4.0, 0.0]))
 
 
 def test_an_augmented_assignment_leaves_the_captured_tensor_alone() -> None:

@@ -5,6 +5,7 @@ intermediates it captures are all seen by the compiler, and only the finished pr
 """
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +67,11 @@ def _call(tracer: Tracer, function: Callable[..., Any], symbols: list[Symbol], k
                 return function(*symbols)
         stand_ins = StandIns()
         given = [stand_ins.hide(s) for s in symbols]
+        before = _item_assignments()
         with _Watch(stand_ins):
             result = function(*given)
+        if _item_assignments() != before:
+            raise refuse("an item of a tensor is assigned to; a mask or score function must not have side effects")
         return stand_ins.reveal(result)
     _check_parameters(function, len(symbols), kind, signature)
     watch = _Watch()
@@ -75,6 +79,17 @@ def _call(tracer: Tracer, function: Callable[..., Any], symbols: list[Symbol], k
         result = function(*symbols)
     tracer.repeatable = tracer.repeatable and not watch.computed
     return result
+
+
+def _item_assignments() -> int:
+    """How many assignments to items of tensors (`table[0] = 1`) the graph being compiled has: from torch 2.14 on, Dynamo hands them to no mode."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return len(InstructionTranslator.current_tx().output.graph.find_nodes(op="call_function", target=operator.setitem))
+
+
+# Dynamo runs the function as it is and goes on with the number. What torch.compiler.assume_constant_result does, which would import Dynamo with tilewise.
+_item_assignments._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Watch(TorchFunctionMode):
