@@ -26,7 +26,7 @@ from tilewise.frontend.block_lists import (
     runs_of,
     write_order,
 )
-from tilewise.frontend.block_slices import chosen, cropped, sliced
+from tilewise.frontend.block_slices import chosen, cropped, queries_of, sliced
 from tilewise.lang import trace_mask
 from tilewise.masks import MaskFunction
 from tilewise.tiles import TileMap, from_block_mask, from_call, tile_map, trimmed
@@ -302,7 +302,7 @@ class BlockMask:
         if self._without_mask and not self._new_mask:
             sliced_mask_mod(None, None, None, None)
         tiles = self._tiles
-        if self._new_lengths:
+        if self._new_lengths or (self._new_mask and tiles.geometry.q_len != self._lengths[0]):  # the latter: blocks that an index tensor chose
             tiles = cropped(tiles, *self._lengths)
         if self._new_mask:
             mask = None if self._mask_mod is noop_mask else trace_mask(self._mask_mod, tiles.device)
@@ -358,8 +358,9 @@ class BlockMask:
     def __getitem__(self, index: Any) -> "BlockMask":
         """The mask of some batch elements, heads and query blocks: integers, slices or 1-D index tensors; dimensions stay.
 
-        As in torch, `seq_lengths` stays that of the whole mask, and `mask_mod`, which counts from its start, cannot be
-        called until it is assigned. Unlike in torch, the slice itself can be used for attention, with just its queries.
+        As in torch from 2.14 on, `seq_lengths` has the queries of these blocks alone; an index tensor's blocks count whole.
+        `mask_mod`, which counts from the start of the whole mask, cannot be called until it is assigned. Unlike in torch,
+        the slice itself can be used for attention, with just its queries.
         """
         if len(self._batch) != 2:
             raise InputError(f"a BlockMask is sliced by batch, head and query block, but its lists have {len(self._batch)} leading dimension(s), not 2")
@@ -371,7 +372,8 @@ class BlockMask:
         g = tiles.geometry
         batch = tuple([len(chosen(p, n)) for p, n in zip(picks, self._batch, strict=False)])
         picks = [slice(None) if n == 1 else p for p, n in zip(picks, (g.batch, g.heads), strict=False)] + picks[2:]
-        made = self._part(self._lengths, sliced_mask_mod, batch)
+        q_len, kv_len = self._lengths
+        made = self._part((queries_of(picks[2], g.q_tiles, self.BLOCK_SIZE[0], q_len), kv_len), sliced_mask_mod, batch)
         if self._of_function and self._tiles is not None:
             made._of_function, made._bottom = True, self._over_ends(self._tiles)[0][chosen(picks[2], g.q_tiles)]
         if torch.compiler.is_compiling():
@@ -462,11 +464,12 @@ class BlockMask:
         return torch.Size(self.shape).numel()
 
     def sparsity(self) -> float:
-        """The percentage of elements outside the computed blocks. Blocks count whole, as in torch: below 0 is possible for short lengths."""
+        """The percentage of blocks that are not computed. One that reaches over the end counts whole, as in torch from 2.14 on."""
         blocks = self._blocks()
         repeats = torch.Size(self._batch).numel() // max(blocks.groups, 1)
-        computed = repeats * sum(runs.total() for runs in blocks.runs) * self.BLOCK_SIZE[0] * self.BLOCK_SIZE[1]
-        return 100 * (1 - computed / self.numel())
+        rows, columns = (-(-length // size) for length, size in zip(self._lengths, self.BLOCK_SIZE, strict=True))
+        computed, every = repeats * sum(runs.total() for runs in blocks.runs), torch.Size(self._batch).numel() * rows * columns
+        return 100 * (1 - computed / every)
 
     def to_dense(self) -> Tensor:
         """(batch, heads, query blocks, key blocks), int32: 1 where a block is computed."""

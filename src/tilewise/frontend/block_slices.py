@@ -66,6 +66,18 @@ def sliced(tiles: TileMap, picks: list[Any]) -> TileMap:
 
 
 def chosen(pick: Any, size: int) -> Tensor:
-    if isinstance(pick, int):
-        pick = slice(pick, pick + 1 if pick != -1 else None)
-    return torch.arange(size, device=pick.device if isinstance(pick, Tensor) else None)[pick]
+    return torch.arange(size, device=pick.device if isinstance(pick, Tensor) else None)[_without_integers(pick)]
+
+
+def queries_of(pick: Any, blocks: int, block: int, q_len: int) -> int:
+    """How many queries the chosen blocks hold. An index tensor's blocks count whole, as in torch: what it holds is not read."""
+    pick = _without_integers(pick)
+    if not isinstance(pick, slice):
+        return len(chosen(pick, blocks)) * block
+    picked = range(blocks)[pick]
+    over_the_end = blocks * block - q_len if blocks - 1 in picked else 0
+    return len(picked) * block - over_the_end
+
+
+def _without_integers(pick: Any) -> Any:
+    return slice(pick, pick + 1 if pick != -1 else None) if isinstance(pick, int) else pick
