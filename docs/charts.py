@@ -5,14 +5,17 @@ python docs/charts.py --check   # fails if they are out of date
 """
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+import torch
+
 import tilewise as tw
-from tilewise import masks
+from tilewise import masks, sparse
 from tilewise.distributed import simulate
 from tilewise.tiles import FULL, PARTIAL
 
@@ -35,6 +38,7 @@ SHARED = {
     "causal window of 512": masks.causal & masks.sliding_window(512),
     "packed documents, causal": masks.causal & masks.document(lengths=[2500, 300, 700, 3100, 400, 150, 1042]),
 }
+VIDEO, CUBE, VIDEO_TILE = (8, 16, 16), (2, 4, 4), 32  # frames, height and width of the video whose tiles are drawn, and of a cube
 LABELS, BARS, ROW, GAP, TOP = 330, 380, 17, 12, 58  # pixels
 
 
@@ -120,23 +124,12 @@ def tile_maps() -> str:
     """Small tile maps, four in a row."""
     side, left, top, across = TOKENS // TILE * CELL, 24, 64, 260
     width, height = left + 4 * across, top + 2 * (side + 52)
-    legend = ((WHOLE, "computed whole"), (EVALUATED, "mask evaluated inside"), (SKIPPED, "skipped"))
-    parts = [
-        *_sheet(width, height, "A mask is a function, and becomes a map of tiles", f"{TOKENS} queries down, {TOKENS} keys across, tiles of {TILE} x {TILE}")
-    ]
-    for k, (color, label) in enumerate(legend):
-        x = width - 470 + 165 * k
-        parts.append(f'<rect x="{x}" y="14" width="11" height="11" fill="{color}"/><text x="{x + 16}" y="24" fill="#59636e">{label}</text>')
+    parts = _sheet(width, height, "A mask is a function, and becomes a map of tiles", f"{TOKENS} queries down, {TOKENS} keys across, tiles of {TILE} x {TILE}")
+    parts += _legend(width)
     for k, (name, mask) in enumerate(DRAWN.items()):
         tile_map = tw.tile_map(mask, q_len=TOKENS, kv_len=TOKENS, tile=(TILE, TILE))
         x, y = left + k % 4 * across, top + k // 4 * (side + 52)
-        parts.append(f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="{SKIPPED}"/>')
-        for row, states in enumerate(tile_map.dense()[0, 0].tolist()):
-            parts += [
-                f'<rect x="{x + CELL * first}" y="{y + CELL * row}" width="{CELL * count}" height="{CELL}" fill="{WHOLE if state == FULL else EVALUATED}"/>'
-                for state, first, count in _runs(states)
-                if state in (FULL, PARTIAL)
-            ]
+        parts += _panel(tile_map, x, y, CELL)
         skipped = f"{100 * tile_map.sparsity:.0f} % skipped"
         parts.append(f'<text x="{x}" y="{y + side + 16}" fill="#1f2328">{escape(name)}</text><text x="{x}" y="{y + side + 31}" fill="#59636e">{skipped}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -171,6 +164,65 @@ def shared_sequences() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def video_tiles() -> str:
+    """Which tiles of a small video four methods compute."""
+    frames, height, width = VIDEO
+    per_frame, tokens, cell = height * width, frames * height * width, 3
+    one = torch.tensor([False]), torch.tensor([True])
+    drawn_maps = {
+        "radial": _by_rule(masks.radial(frames, per_frame, decay=0.25, least=32)),
+        "spatial_temporal, around": _by_rule(masks.spatial_temporal(frames, per_frame, one[0], frame_reach=1)),
+        "spatial_temporal, through time": _by_rule(masks.spatial_temporal(frames, per_frame, one[1], token_reach=20)),
+        "top_k, cubes of 2 x 4 x 4": _chosen(),
+    }
+    side, left, top, across = tokens // VIDEO_TILE * cell, 24, 64, 240
+    sheet_width = left + 4 * across
+    parts = _sheet(sheet_width, top + side + 52, "A video of 8 x 16 x 16 tokens", f"{tokens} queries down, {tokens} keys across, tiles of {VIDEO_TILE}")
+    parts += _legend(sheet_width)
+    for k, (name, tile_map) in enumerate(drawn_maps.items()):
+        parts += _panel(tile_map, left + k * across, top, cell)
+        skipped = f"{100 * tile_map.sparsity:.0f} % skipped"
+        x, y = left + k * across, top + side
+        parts.append(f'<text x="{x}" y="{y + 16}" fill="#1f2328">{escape(name)}</text><text x="{x}" y="{y + 31}" fill="#59636e">{skipped}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _by_rule(mask: masks.Mask) -> tw.TileMap:
+    tokens = math.prod(VIDEO)
+    return tw.tile_map(mask, q_len=tokens, kv_len=tokens, heads=1, tile=(VIDEO_TILE, VIDEO_TILE))
+
+
+def _chosen() -> tw.TileMap:
+    """A quarter of the cubes, chosen for tokens that know their place and, weakly, their time, and for something that moves through the picture."""
+    time, row, column = (axis.flatten().double() for axis in torch.meshgrid(*(torch.arange(n) for n in VIDEO), indexing="ij"))
+    thing = torch.exp(-((row - 9.3) ** 2 + (column - 0.9 * time - 1.1) ** 2) / 6)
+    angles = (0.19 * row, 0.17 * column, 0.07 * time)
+    features = torch.stack([f(angle) for angle in angles for f in (torch.sin, torch.cos)] + [4 * thing], -1)[None, None]
+    order = sparse.cubes(VIDEO, CUBE)
+    means = order.means(order.permute(features))
+    chosen = sparse.top_k(means @ means.transpose(-1, -2), order.count // 4)
+    return tw.TileMap.from_lists(chosen, q_len=len(order.order), kv_len=len(order.order), tile=(VIDEO_TILE, VIDEO_TILE))
+
+
+def _legend(width: int) -> list[str]:
+    parts = []
+    for k, (color, label) in enumerate(((WHOLE, "computed whole"), (EVALUATED, "mask evaluated inside"), (SKIPPED, "skipped"))):
+        x = width - 470 + 165 * k
+        parts.append(f'<rect x="{x}" y="14" width="11" height="11" fill="{color}"/><text x="{x + 16}" y="24" fill="#59636e">{label}</text>')
+    return parts
+
+
+def _panel(tile_map: tw.TileMap, x: int, y: int, cell: int) -> list[str]:
+    """The tiles of a map: one path of strokes for each color."""
+    rows = tile_map.dense()[0, 0].tolist()
+    parts = [f'<rect x="{x}" y="{y}" width="{cell * len(rows[0])}" height="{cell * len(rows)}" fill="{SKIPPED}"/>']
+    for wanted, color in ((FULL, WHOLE), (PARTIAL, EVALUATED)):
+        runs = [(row, first, count) for row, states in enumerate(rows) for state, first, count in _runs(states) if state == wanted]
+        strokes = "".join([f"M{x + cell * first} {y + cell * row + cell / 2:g}h{cell * count}" for row, first, count in runs])
+        parts += [f'<path d="{strokes}" stroke="{color}" stroke-width="{cell}"/>'] if strokes else []
+    return parts
+
+
 def _runs(states: list[int]) -> list[tuple[int, int, int]]:
     """(state, first, how many) of equal states side by side."""
     found: list[tuple[int, int, int]] = []
@@ -197,6 +249,7 @@ def charts() -> dict[str, str]:
     return {
         "masks.svg": tile_maps(),
         "shared_sequences.svg": shared_sequences(),
+        "video_tiles.svg": video_tiles(),
         "models.svg": drawn("Whole models on an H200", "Milliseconds, less is better; random weights, real widths, 4 to 6 layers, bf16", models()),
         "kernels.svg": drawn("Masks and scores on an H200", "TFLOP/s, forward and backward, more is better; 16 heads of 128, 16,384 tokens, bf16", kernels()),
     }

@@ -50,6 +50,7 @@ LAYERS = {
     "tools.watch": "watch()",
     "tools.build": "building ahead",
     "__init__": "what `import tilewise` gives",
+    "cubes": "tokens of a grid cube after cube",
     "sparse": "tiles chosen from the data: pooled scores, top k, MoBA, VSA",
     "distributed": "context parallelism: sequences that several ranks share",
     "integrations": "diffusers, transformers, SimpleTuner",

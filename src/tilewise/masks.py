@@ -459,7 +459,7 @@ def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int
             "radial takes at least 1 frame, 1 token per frame, a decay above 0, a least reach of at least 1 and text of at least 0, "
             f"got {frames}, {tokens_per_frame}, {decay}, {least}, {text}"
         )
-    reach = torch.tensor([tokens_per_frame, *(_radial_reach(distance, tokens_per_frame * decay, least) for distance in range(1, frames))])
+    reach = torch.tensor([tokens_per_frame, *(radial_reach(distance, tokens_per_frame * decay, least) for distance in range(1, frames))])
     video = frames * tokens_per_frame
 
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -471,7 +471,7 @@ def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int
     return Mask(near, "radial", frames, tokens_per_frame, *said, f"least {least}", covers=covers("radial", q=video + text, kv=video + text))
 
 
-def _radial_reach(distance: int, first: float, least: int) -> int:
+def radial_reach(distance: int, first: float, least: int) -> int:
     """How many places on either side are seen in a frame so far away, the own one included; 0 where the frame is left out."""
     reach = first / (1 << (distance.bit_length() - 1))
     if reach >= least:

@@ -8,7 +8,7 @@ A choice is what TileMap.from_lists takes, so that a method of your own is three
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.attention import attention
+from tilewise.cubes import Cubes, cubes
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
+from tilewise.masks import Mask, broadcast_load
 from tilewise.tiles import Geometry, TileMap
 from tilewise.tiles.runs import from_sets
 
-__all__ = ["moba", "moba_map", "pooled", "pooled_scores", "top_k", "top_p", "vsa"]
+__all__ = ["Cubes", "cube_attention", "cubes", "moba", "moba_map", "pooled", "pooled_scores", "top_k", "top_p", "vsa"]
 
 QUERY_TILE = 64  # of MoBA's maps: queries choose one by one, and a tile is computed if one of its queries chose it
 
@@ -66,6 +68,8 @@ def top_p(scores: Tensor, p: float) -> tuple[Tensor, Tensor]:
     if not 0 < p <= 1:
         raise InputError(f"top_p takes a share above 0 and up to 1, got {p}")
     weights, indices = scores.softmax(-1).nan_to_num().sort(-1, descending=True)  # NaN: nothing but -inf
+    if p == 1:  # all that is not forbidden, however little: sums reach 1 by rounding, weights 0
+        return scores.argsort(-1, descending=True).int(), (scores > -math.inf).sum(-1).int()
     counts = ((weights.cumsum(-1) - weights < p) & (weights > 0)).sum(-1)
     return indices.int(), counts.int()
 
@@ -119,7 +123,48 @@ def moba_map(query: Tensor, key: Tensor, *, block: int, top_k: int, causal: bool
     return TileMap(geometry, partial_runs, full_runs, trace_mask(within), f"moba({block}, {top_k})", given=True)
 
 
-# -- VSA ---------------------------------------------------------------------------------------------------------------
+# -- cubes of a video, VSA ---------------------------------------------------------------------------------------------
+
+
+def cube_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cubes: Cubes,
+    choose: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]],
+    *,
+    visible: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of a video's tokens, with text or without, to the cubes that are chosen for each cube of them.
+
+    Text is seen by all and sees all. The attention has gradients, the choice has none.
+
+    Args:
+        query: (batch, heads, tokens, head dim).
+        key: (batch, key heads, tokens, head dim); query heads may share key heads in groups.
+        value: Like the key; its head dim may be another.
+        cubes: The order of the tokens, on their device.
+        choose: Makes lists of cubes, as `top_k` and `top_p` do, from the (batch, heads, cubes, cubes) scores of mean queries and mean keys.
+        visible: (batch or 1, tokens) boolean, false for keys that nobody sees, such as padding.
+        scale: 1 / sqrt(head dim) unless given.
+    """
+    tokens = len(cubes.place)
+    if not query.shape[2] == key.shape[2] == tokens:
+        raise InputError(f"cube_attention: the cubes are of {tokens} tokens, the call of {query.shape[2]} queries and {key.shape[2]} keys")
+    if visible is not None and (visible.dtype != torch.bool or visible.shape not in ((1, tokens), (query.shape[0], tokens))):
+        raise InputError(f"cube_attention takes visible as (batch or 1, {tokens}) booleans, got {visible.dtype} of shape {tuple(visible.shape)}")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (cubes.permute(t) for t in (query, key, value))
+    with torch.no_grad():
+        chosen = choose(_scores_of_cubes(cubes.means(q), cubes.means(k), scale))
+    own = cubes.count * cubes.size
+    out = _to_chosen(q[:, :, :own], k, v, cubes, chosen, visible, scale)
+    if cubes.text:
+        padding = None if visible is None else _key_padding(visible)
+        text = attention(q[:, :, own:], key, value, mask=padding, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        out = torch.cat([out, text], 2)
+    return cubes.unpermute(out)
 
 
 def vsa(
@@ -148,42 +193,44 @@ def vsa(
         gate: Broadcast to the result, learned as a rule; 1 unless given.
         scale: 1 / sqrt(head dim) unless given.
     """
-    sizes, cubes = tuple(grid), tuple(cube)
-    if not len(sizes) == len(cubes) or min(*sizes, *cubes) < 1 or not 0 < keep <= 1:
-        raise InputError(f"vsa takes a grid, a cube with as many axes, and a share to keep above 0 and up to 1, got {sizes}, {cubes} and {keep}")
-    if not query.shape[2] == key.shape[2] == math.prod(sizes):
-        raise InputError(f"vsa: the grid {sizes} has {math.prod(sizes)} points, the call {query.shape[2]} queries and {key.shape[2]} keys")
-    order = _in_cubes(sizes, cubes).to(query.device)
-    inside, size = order >= 0, math.prod(cubes)
-    place = torch.empty(math.prod(sizes), dtype=torch.int64, device=query.device)
-    place[order[inside]] = torch.arange(len(order), device=query.device)[inside]
-    q, k, v = (t.index_select(2, order.clamp(min=0)) for t in (query, key, value))
-
-    means = [_means(t, inside.view(-1, size)) for t in (q, k, v)]
+    if not 0 < keep <= 1:
+        raise InputError(f"vsa takes a share to keep above 0 and up to 1, got {keep}")
+    order = cubes(grid, cube, device=query.device)
+    points = len(order.place)
+    if not query.shape[2] == key.shape[2] == points:
+        raise InputError(f"vsa: the grid {order.grid} has {points} points, the call {query.shape[2]} queries and {key.shape[2]} keys")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * means[0] @ _for_heads(means[1], query).transpose(-1, -2)
-    coarse = (scores.softmax(-1) @ _for_heads(means[2], query)).to(value.dtype).index_select(2, place // size)
+    q, k, v = (order.permute(t) for t in (query, key, value))
 
-    chosen = top_k(scores.detach(), math.ceil(keep * scores.shape[-1]))
-    ragged = any(n % c for n, c in zip(sizes, cubes, strict=True))
-    tiles = TileMap.from_lists(chosen, q_len=len(order), kv_len=len(order), tile=(size, size), mask=(lambda b, h, q, kv: inside[kv]) if ragged else None)
-    fine = attention(q, k, v, mask=tiles, scale=scale, enable_gqa=query.shape[1] != key.shape[1]).index_select(2, place)
+    scores = _scores_of_cubes(order.means(q), order.means(k), scale)
+    coarse = (scores.softmax(-1) @ _for_heads(order.means(v), query)).to(value.dtype).index_select(2, order.place // order.size)
+
+    chosen = top_k(scores.detach(), math.ceil(keep * order.count))
+    fine = order.unpermute(_to_chosen(q, k, v, order, chosen, None, scale))
     return fine + (coarse if gate is None else gate * coarse)
 
 
-def _in_cubes(sizes: tuple[int, ...], cubes: tuple[int, ...]) -> Tensor:
-    """The points of a row-major grid cube after cube; -1 where a cube at the border has none."""
-    points = torch.arange(math.prod(sizes)).view(sizes)
-    counts = [-(-n // c) for n, c in zip(sizes, cubes, strict=True)]
-    room = [0 if side == 0 else counts[axis] * cubes[axis] - sizes[axis] for axis in reversed(range(len(sizes))) for side in (0, 1)]
-    split = functional.pad(points, room, value=-1).view([n for pair in zip(counts, cubes, strict=True) for n in pair])
-    return split.permute([*range(0, split.dim(), 2), *range(1, split.dim(), 2)]).flatten()
+def _scores_of_cubes(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    return scale * queries @ _for_heads(keys, queries).transpose(-1, -2)
 
 
-def _means(tensor: Tensor, inside: Tensor) -> Tensor:
-    """(batch, heads, cubes * size, width) -> (batch, heads, cubes, width) over the points that are inside, (cubes, size)."""
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).unflatten(2, inside.shape)
-    return torch.where(inside[..., None], wide, 0).sum(3) / inside.sum(1, keepdim=True)
+def _to_chosen(q: Tensor, k: Tensor, v: Tensor, cubes: Cubes, chosen: Tensor | tuple[Tensor, Tensor], visible: Tensor | None, scale: float) -> Tensor:
+    """The attention of the cubes' tokens to those of the chosen cubes and to text, all in the order of cubes."""
+    indices, counts = chosen if isinstance(chosen, tuple) else (chosen, None)
+    mask = None
+    if visible is not None:
+        mask = _key_padding(visible[:, cubes.order.clamp(min=0)] & cubes.inside)
+    elif cubes.is_ragged:
+        mask = _key_padding(cubes.inside[None])
+    text = (cubes.count, cubes.count + -(-cubes.text // cubes.size))
+    size = (cubes.size, cubes.size)
+    tiles = TileMap.from_lists(indices, counts, q_len=q.shape[2], kv_len=k.shape[2], tile=size, always=[text], mask=mask)
+    return attention(q, k, v, mask=tiles, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _key_padding(visible: Tensor) -> Mask:
+    """Of (batch or 1, keys) booleans."""
+    return Mask(broadcast_load(visible[:, None, None]), "key_padding", f"{visible.shape[0]} x {visible.shape[1]}")
 
 
 def _for_heads(tensor: Tensor, query: Tensor) -> Tensor:

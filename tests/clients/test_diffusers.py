@@ -14,11 +14,12 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend, dispatch_attention_fn
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import tilewise as tw
 from tests.support.compare import check, engine_of, normal, reached, served_by_flex
 from tests.support.diffusers_models import DIRECT, DISPATCHED, Tiny
+from tilewise import sparse
 from tilewise.core import map_cache
 from tilewise.frontend import mask_tensors
 from tilewise.integrations import diffusers as client
@@ -242,6 +243,30 @@ def test_torchs_block_masks() -> None:
     found = dispatch_attention_fn(q, k, v, attn_mask=block_mask, backend="flex")
     blocks = torch.tensor([[1, 1, 0], [1, 1, 0]]).bool().repeat_interleave(4, 0).repeat_interleave(4, 1)[:SQ, :SK]
     torch.testing.assert_close(found, dense(q, k, v, minus_inf(blocks))[0])
+
+
+def test_blocks_chosen_from_the_data_reach_tilewise_as_flex() -> None:
+    """As trainers write MoBA on 1 x 8 x 16 cubes with torch's BlockMask: lists for every batch element and head, padded places hidden from both sides."""
+    grid, heads, kept = (3, 10, 20), 2, 3
+    order = sparse.cubes(grid, (1, 8, 16))
+    q, k, v = (normal(1, len(order.place), heads, 16, seed=seed, dtype=torch.float64).requires_grad_() for seed in range(3))
+    permuted = [order.permute(t, 1) for t in (q, k, v)]
+    with torch.no_grad():
+        means = [order.means(t.transpose(1, 2)) for t in permuted[:2]]
+        chosen = (means[0] @ means[1].transpose(-1, -2)).topk(kept, -1, sorted=False).indices.int()
+    room = torch.zeros(1, heads, order.count, order.count - kept, dtype=torch.int32)
+    counts = torch.full((1, heads, order.count), kept, dtype=torch.int32)
+    valid = order.inside
+    block_mask = BlockMask.from_kv_blocks(counts, torch.cat([chosen, room], -1), BLOCK_SIZE=128, mask_mod=lambda b, h, i, j: valid[i] & valid[j])
+    client.register(replace_flex=True)
+    found = order.unpermute(dispatch_attention_fn(*permuted, attn_mask=block_mask, backend="flex"), 1)
+
+    cube_of = order.place // order.size
+    seen = torch.zeros(1, heads, order.count, order.count, dtype=torch.bool).scatter_(-1, chosen.long(), True)[:, :, cube_of][..., cube_of]
+    wanted = dense(q, k, v, minus_inf(seen), scale=16**-0.5)[0]
+    torch.testing.assert_close(found, wanted)
+    for own, other in zip(torch.autograd.grad(found.square().sum(), (q, k, v)), torch.autograd.grad(wanted.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(own, other)
 
 
 def test_a_mask_is_read_once_for_all_layers_and_never_stale() -> None:

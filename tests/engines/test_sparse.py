@@ -129,6 +129,81 @@ def test_moba_knows_full_tiles() -> None:
     assert torch.equal(tiles.dense(), tw.tile_map(tw.masks.causal, q_len=256, kv_len=256, tile=(64, 64)).dense())
 
 
+# -- cubes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("grid", "cube"), [((4, 8, 8), (4, 4, 4)), ((3, 5, 9), (2, 4, 4)), ((2, 9, 17), (1, 8, 16)), ((7, 5), (2, 3)), ((10,), (4,))], ids=str)
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (3, 0), (0, 5), (2, 4)])
+def test_the_order_of_cubes(grid: tuple[int, ...], cube: tuple[int, ...], before: int, after: int) -> None:
+    """Point by point: the tokens of a cube are one tile, in row-major order and with room for those that a cube at the border lacks; text comes last."""
+    order = sparse.cubes(grid, cube, before=before, after=after)
+    points = list(product(*map(range, grid)))
+    corners = list(product(*[range(0, n, c) for n, c in zip(grid, cube, strict=True)]))
+    wanted = []
+    for corner in corners:
+        for offset in product(*map(range, cube)):
+            point = tuple(a + b for a, b in zip(corner, offset, strict=True))
+            wanted.append(before + points.index(point) if point in points else -1)
+    wanted += [*range(before), *range(before + len(points), before + len(points) + after)]
+    assert order.order.tolist() == wanted
+    assert (order.count, order.size, order.text) == (len(corners), math.prod(cube), before + after)
+    assert order.is_ragged == (-1 in wanted) and order.inside.tolist() == [token >= 0 for token in wanted]
+    x = normal(1, 2, before + len(points) + after, 3).detach()
+    assert torch.equal(order.unpermute(order.permute(x)), x)
+    means = [x[:, :, [t for t in wanted[at * order.size : (at + 1) * order.size] if t >= 0]].mean(2) for at in range(order.count)]
+    torch.testing.assert_close(order.means(order.permute(x)), torch.stack(means, 2))
+
+
+def test_cubes_leave_out_nothing_that_is_nan_outside() -> None:
+    """Empty places of ragged cubes hold some token's copy, which must not count."""
+    order = sparse.cubes((3, 3), (2, 2))
+    x = torch.zeros(1, 1, 9, 2)
+    x[:, :, 0] = torch.nan
+    assert order.means(order.permute(x))[0, 0].isnan().any(-1).tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("keep", [0.3, 1.0])
+@pytest.mark.parametrize("choice", ["top_k", "top_p"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "before", "after", "padded"), [(2, 2, 0, 0, False), (2, 1, 0, 7, True), (2, 2, 5, 0, False), (1, 1, 3, 70, True), (2, 2, 0, 0, True)]
+)
+def test_cube_attention_with_text(heads: int, kv_heads: int, before: int, after: int, padded: bool, choice: str, keep: float) -> None:
+    grid, cube = (3, 5, 9), (2, 4, 8)
+    video = math.prod(grid)
+    tokens = before + video + after
+    q, k, v = normal(2, heads, tokens, 8), normal(2, kv_heads, tokens, 8, seed=1), normal(2, kv_heads, tokens, 6, seed=2)
+    visible = torch.rand(2, tokens, generator=torch.Generator().manual_seed(3)) < 0.8 if padded else None
+    order = sparse.cubes(grid, cube, before=before, after=after)
+    chosen_lists: list[Any] = []
+
+    def choose(scores: Tensor) -> Any:
+        chosen_lists.append((3 * scores, sparse.top_k(scores, math.ceil(keep * 8)) if choice == "top_k" else sparse.top_p(3 * scores, keep)))
+        return chosen_lists[0][1]
+
+    found = sparse.cube_attention(q, k, v, order, choose, visible=visible)
+    cube_of = torch.full((tokens,), -1)
+    names = sorted({tuple(x // c for x, c in zip(point, cube, strict=True)) for point in product(*map(range, grid))})
+    for n, point in enumerate(product(*map(range, grid))):
+        cube_of[before + n] = names.index(tuple(x // c for x, c in zip(point, cube, strict=True)))
+    lists = chosen_lists[0][1]
+    indices, counts = lists if isinstance(lists, tuple) else (lists, torch.full(lists.shape[:3], lists.shape[3]))
+    allowed = torch.zeros(2, heads, tokens, tokens, dtype=torch.bool)
+    for b, h, row in product(range(2), range(heads), range(len(names))):
+        columns = indices[b, h, row, : counts[b, h, row]]
+        allowed[b, h, cube_of == row] = torch.isin(cube_of, columns) | (cube_of < 0)
+    allowed[:, :, cube_of < 0] = True
+    assert bool(allowed.all()) == (keep == 1.0)
+    if visible is not None:
+        allowed &= visible[:, None, None]
+    same_with_gradients(found, dense(q, k, v, allowed), [q, k, v])
+
+
+def test_top_p_of_1_takes_what_rounding_would_leave_out() -> None:
+    scores = torch.tensor([[200.0, 0.0, -300.0, -math.inf], [0.0, 0.0, 0.0, 0.0]])
+    indices, counts = sparse.top_p(scores, 1.0)
+    assert counts.tolist() == [3, 4] and indices[0, :3].tolist() == [0, 1, 2]
+
+
 # -- VSA ---------------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +257,12 @@ BAD: dict[str, Any] = {
     "another grid": lambda: sparse.vsa(Q, Q, Q, (2, 2, 2), keep=0.5),
     "a cube of other axes": lambda: sparse.vsa(Q, Q, Q, (3, 4), keep=0.5),
     "nothing kept": lambda: sparse.vsa(Q, Q, Q, (3, 2, 2), keep=0.0),
+    "an empty grid": lambda: sparse.cubes((0, 2, 2)),
+    "fewer than no text": lambda: sparse.cubes((4, 4, 4), after=-1),
+    "cubes of other tokens": lambda: sparse.cube_attention(Q, Q, Q, sparse.cubes((2, 2, 2)), lambda scores: sparse.top_k(scores, 1)),
+    "padding of others": lambda: sparse.cube_attention(
+        Q, Q, Q, sparse.cubes((3, 2, 2)), lambda scores: sparse.top_k(scores, 1), visible=torch.ones(2, 12, dtype=torch.bool)
+    ),
 }
 
 

@@ -4,9 +4,11 @@ Example:
 
     tilewise.integrations.diffusers.register()
     with attention_backend("tilewise"): ...          # or model.set_attention_backend("tilewise")
+
+    tilewise.integrations.diffusers.sparse(pipeline.transformer, method="top_k", keep=0.25)      # a video model
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +17,12 @@ from tilewise.errors import BackendError
 from tilewise.flex import mask_for
 from tilewise.frontend.dispatch import requested_backend
 from tilewise.functional import attend
+from tilewise.integrations import diffusers_sparse
 from tilewise.integrations.diffusers_masks import four_dimensional
+from tilewise.integrations.diffusers_sparse import Sparse
+from tilewise.integrations.video_methods import Method
 
-__all__ = ["backend_name", "register", "unregister"]
+__all__ = ["Sparse", "backend_name", "register", "sparse", "unregister"]
 
 NAME, FLEX = "tilewise", "flex"
 _replaced: dict[str, tuple[Callable[..., Any], list[Any], bool]] = {}  # of each replaced name: diffusers' function, its constraints, whether it is parallel
@@ -59,6 +64,31 @@ def unregister() -> None:
         table.pop(NAME, None)
     _parallel_names(registry).discard(NAME)
     _remove_member(names, NAME.upper(), NAME)
+
+
+def sparse(
+    model: Any, method: str = "top_k", keep: float = 0.25, *, dense_layers: int | Collection[int] = 0, dense_steps: int = 0, cube: Sequence[int] = (4, 4, 4)
+) -> Sparse:
+    """Make the self-attention of a video model sparse, for sampling or training: Wan, HunyuanVideo or LTX-Video.
+
+        with tilewise.integrations.diffusers.sparse(pipeline.transformer, keep=0.25, dense_layers=1, dense_steps=10):
+            video = pipeline(prompt)
+
+    The size of the video is read from the model's own calls. Text in the same sequence stays dense, and its padding hidden. Everything else keeps the backend
+    it has. Making a model sparse again replaces what was.
+
+    Args:
+        model: The transformer, not the pipeline; it may be inside another, as DDP wraps it.
+        method: `top_k` and `top_p`: every cube of tokens attends to the cubes whose mean keys fit its mean query best. `radial`: a rule, places around the
+            own in frames nearby. `spatial_temporal`: frames nearby or the same places in all frames, for each head what it looks at more in a run's first
+            sparse step.
+        keep: Above 0 and up to 1. Of `top_k` the share of cubes, of `top_p` of the softmax of mean queries and keys, of the others the least share of pairs.
+        dense_layers: The first so many layers stay dense, or those of these numbers, in the order in which they run.
+        dense_steps: The first so many denoising steps stay dense. A step is all calls with one timestep, and where timesteps rise, another run begins.
+        cube: Frames, rows and columns of tokens of a cube, for `top_k` and `top_p`; 64 or 128 tokens suit every engine.
+    """
+    register()
+    return Sparse(model, backend_name(), Method(method, keep, tuple(cube)), dense_layers, dense_steps)
 
 
 def _dispatch_module() -> Any:
@@ -123,6 +153,10 @@ def _attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
+    step = diffusers_sparse.running()
+    if step is not None:
+        others = {"dropout": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse, "context parallelism": _parallel_config}
+        return diffusers_sparse.attend(step, query, key, value, attn_mask, scale, others)
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return _attend(query, key, value, attn_mask, _parallel_config, return_lse=return_lse, **options)
 

@@ -72,13 +72,16 @@ def _checked(indices: Tensor, counts: Tensor | None, geometry: Geometry) -> Tens
 
 
 def _sharpened(indices: Tensor, call: BoundProgram, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """The listed tiles that are partial and those that are full, by the mask's own map if that is one for all batch elements and heads."""
-    if call.program.uses & {"b", "h"} or not can_be_looked_at(indices) or geometry.total == 0:
+    """The listed tiles that are partial and those that are full, by the mask's own map. Lists of one for all batch elements or heads, whose masks differ, stay
+    partial."""
+    g, uses = geometry, call.program.uses
+    if ("b" in uses and g.batch == 1) or ("h" in uses and g.heads == 1) or not can_be_looked_at(indices) or g.total == 0:
         return indices, indices[..., :0]
-    one = Geometry(1, 1, geometry.q_len, geometry.kv_len, geometry.tile)
-    partial, full = (runs.to(indices.device).dense(one.kv_tiles).to(torch.uint8) for runs in build(call, one, indices.device))
-    states = (partial * PARTIAL + full * FULL).expand(*indices.shape[:2], -1, -1)
-    found = states.gather(3, indices.clamp(0, one.kv_tiles - 1).long())
+    q_len = g.q_len if "q" in uses else min(g.q_len, g.tile[0])  # padding of keys is the same for every query
+    own = Geometry(g.batch if "b" in uses else 1, g.heads if "h" in uses else 1, q_len, g.kv_len, g.tile)
+    partial, full = (runs.to(indices.device).dense(own.kv_tiles).to(torch.uint8) for runs in build(call, own, indices.device))
+    states = (partial * PARTIAL + full * FULL).view(own.batch, own.heads, own.q_tiles, own.kv_tiles).expand(*indices.shape[:3], -1)
+    found = states.gather(3, indices.clamp(0, own.kv_tiles - 1).long())
     return indices.masked_fill(found != PARTIAL, -1), indices.masked_fill(found != FULL, -1)
 
 

@@ -1,0 +1,105 @@
+"""Tokens of a grid (frames, height, width) cube after cube: every cube is one tile, and a tile is a place in the video.
+
+Cubes at the border of a grid that they do not divide have empty places, so that all are of one size. Text tokens, before or after the grid's in the
+sequence, come after all cubes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilewise.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Cubes:
+    """An order of tokens by cubes, made by `cubes`."""
+
+    grid: tuple[int, ...]
+    cube: tuple[int, ...]
+    order: Tensor
+    """(places,): the token at every place, -1 where a cube at the border has none. The cubes, then text."""
+    place: Tensor
+    """(tokens,): the place of every token."""
+
+    @property
+    def size(self) -> int:
+        """Places of a cube."""
+        return math.prod(self.cube)
+
+    @property
+    def count(self) -> int:
+        """How many cubes there are."""
+        return math.prod([-(-n // c) for n, c in zip(self.grid, self.cube, strict=True)])
+
+    @property
+    def text(self) -> int:
+        """How many tokens are in no cube."""
+        return len(self.order) - self.count * self.size
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some cubes have empty places."""
+        return any(n % c for n, c in zip(self.grid, self.cube, strict=True))
+
+    @property
+    def inside(self) -> Tensor:
+        """(places,): whether there is a token at a place."""
+        return self.order >= 0
+
+    def permute(self, tensor: Tensor, dim: int = 2) -> Tensor:
+        """A copy with tokens in this order along a dimension; at empty places there is some token, for a mask to hide."""
+        return tensor.index_select(dim, self.order.clamp(min=0))
+
+    def unpermute(self, tensor: Tensor, dim: int = 2) -> Tensor:
+        """The way back of `permute`: empty places are dropped."""
+        return tensor.index_select(dim, self.place)
+
+    def means(self, tensor: Tensor) -> Tensor:
+        """(..., places, width), in this order -> (..., cubes, width): the mean token of every cube, in float32 or float64."""
+        count, size = self.count, self.size
+        tokens: Tensor = tensor[..., : count * size, :].unflatten(-2, (count, size))
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        if not self.is_ragged:
+            return tokens.mean(-2, dtype=dtype)
+        inside = self.inside[: count * size].view(count, size, 1)
+        total: Tensor = torch.where(inside, tokens, 0).sum(-2, dtype=dtype)
+        return total / inside.sum(1)
+
+
+def cubes(grid: Sequence[int], cube: Sequence[int] = (4, 4, 4), *, before: int = 0, after: int = 0, device: torch.device | str | None = None) -> Cubes:
+    """The order of tokens by cubes.
+
+    Args:
+        grid: Frames, height and width, of tokens in row-major order; or a grid of fewer axes.
+        cube: As many points along each axis. Cubes of 64 or 128 points, as 4 x 4 x 4 or 1 x 8 x 16, suit every engine. Those at the border may hold fewer.
+        before: Text tokens before those of the grid.
+        after: Text tokens after them.
+        device: Where the order is used.
+    """
+    sizes, edges = tuple(grid), tuple(cube)
+    if not len(sizes) == len(edges) > 0 or min(*sizes, *edges) < 1 or min(before, after) < 0:
+        raise InputError(
+            "cubes takes a grid, a cube with as many axes, both of at least 1 point along each, and text tokens of at least 0, "
+            f"got {sizes}, {edges}, {before} and {after}"
+        )
+    points = math.prod(sizes)
+    text = torch.cat([torch.arange(before), torch.arange(before + points, before + points + after)])
+    inner = _in_cubes(sizes, edges)
+    order = torch.cat([torch.where(inner >= 0, inner + before, inner), text])
+    place = torch.empty(before + points + after, dtype=torch.int64)
+    place[order[order >= 0]] = torch.arange(len(order))[order >= 0]
+    return Cubes(sizes, edges, order.to(device), place.to(device))
+
+
+def _in_cubes(sizes: tuple[int, ...], edges: tuple[int, ...]) -> Tensor:
+    """The points of a row-major grid cube after cube; -1 where a cube at the border has none."""
+    points = torch.arange(math.prod(sizes)).view(sizes)
+    counts = [-(-n // c) for n, c in zip(sizes, edges, strict=True)]
+    room = [0 if side == 0 else counts[axis] * edges[axis] - sizes[axis] for axis in reversed(range(len(sizes))) for side in (0, 1)]
+    split = functional.pad(points, room, value=-1).view([n for pair in zip(counts, edges, strict=True) for n in pair])
+    return split.permute([*range(0, split.dim(), 2), *range(1, split.dim(), 2)]).flatten()
