@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
 # Hypothesis also draws from the constants of all loaded modules, which differ from worker to worker. Without them every run draws the same.
-providers._get_local_constants = lambda: providers.Constants()
+providers._get_local_constants = providers.Constants
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

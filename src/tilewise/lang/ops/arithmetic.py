@@ -73,7 +73,8 @@ def floor_quotient(x: torch.Tensor, y: Any) -> torch.Tensor:
 
 
 def exactly(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A remainder by `f`. Of float32 on a CPU it is taken in float64: there torch's own is NaN where x / y passes float32's range, on processors with AVX2 only."""
+    """A remainder by `f`. Of float32 on a CPU it is taken in float64: where x / y passes float32's range, torch's own is NaN there on processors with AVX2, and
+    right on others."""
 
     def of_tensors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if torch.result_type(x, y) is not torch.float32 or x.device.type != "cpu":
