@@ -168,7 +168,8 @@ def run(
 ) -> Output:
     """One call on (batch, heads, sequence, head dim) tensors: look up -> Problem -> choose -> plan -> execute.
 
-    With `pages`, keys and values are (pages, kv heads, page size, head dim). A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
+    With `pages`, keys and values are (pages, kv heads, page size, head dim). A call like an earlier one skips Problem, choose and plan, or is replayed. lse is
+    empty where the engine returns none, and may be where it is not needed.
     """
     if jit_trace() is not None:
         raise BackendError(

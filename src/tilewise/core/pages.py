@@ -27,7 +27,7 @@ class Pages:
 
 def gathered(stored: Tensor, pages: Pages, dtype: torch.dtype) -> Tensor:
     """[batch, kv heads, capacity, head dim] from pages [pages, kv heads, size, head dim]: a copy, for whoever takes no pages."""
-    count, kv_heads, size, dim = stored.shape
+    count, kv_heads, _, dim = stored.shape
     batch = pages.table.shape[0]
     if count == 0:
         return stored.new_zeros((batch, kv_heads, pages.capacity, dim), dtype=dtype)

@@ -58,7 +58,7 @@ def check_pages(k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor
 def _check_page_numbers(k_pages: Tensor, table: Tensor, lengths: Tensor) -> None:
     count, size = k_pages.shape[:2]
     most = table.shape[1] * size
-    if lengths.numel() and not (0 <= int(lengths.min()) and int(lengths.max()) <= most):
+    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > most):
         raise InputError(f"kv_lengths must be from 0 to {most}, which {table.shape[1]} pages of {size} rows hold, got {lengths.tolist()[:8]}")
     used = torch.arange(table.shape[1]) * size < lengths.unsqueeze(1)
     wrong = used & ((table < 0) | (table >= count))
