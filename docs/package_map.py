@@ -43,6 +43,7 @@ LAYERS = {
     "nn": "attention and learned scores as modules",
     "flex": "torch FlexAttention's interface",
     "varlen": "packed sequences",
+    "paged": "keys and values in pages",
     "functional": "torch SDPA's interface",
     "tools.words": "numbers and nouns in messages",
     "tools.html": "tables for notebooks",

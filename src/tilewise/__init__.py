@@ -11,6 +11,7 @@ from tilewise.engines.gpu.tuning import autotuned
 from tilewise.errors import BackendError, InputError, TilewiseError, TraceError
 from tilewise.frontend.dispatch import attention_backend
 from tilewise.functional import intercept_sdpa
+from tilewise.paged import paged_attention
 from tilewise.tiles import TileMap, tile_map
 from tilewise.tools.build import build_flex_attention_kernels, build_kernels
 from tilewise.tools.explain import Explanation, backends, explain
@@ -38,6 +39,7 @@ __all__ = [
     "kernel_root",
     "masks",
     "nn",
+    "paged_attention",
     "scores",
     "tile_map",
     "varlen_attention",

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._C import _get_tracing_state as jit_trace
 from torch.autograd import forward_ad
 
+from tilewise.core.pages import Pages, gathered
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.core.recording import unrecorded
@@ -162,43 +163,56 @@ def _as_bhsd(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int 
     return to_bhsd(query, layout, heads, "query"), to_bhsd(key, layout, kv_heads, "key"), to_bhsd(value, layout, kv_heads, "value")
 
 
-def run(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool) -> Output:
+def run(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool, pages: Pages | None = None
+) -> Output:
     """One call on (batch, heads, sequence, head dim) tensors: look up -> Problem -> choose -> plan -> execute.
 
-    A call like an earlier one skips Problem, choose and plan, or is replayed. lse is empty where the engine returns none, and may be where it is not needed.
+    With `pages`, keys and values are (pages, kv heads, page size, head dim). A call like an earlier one skips Problem, choose and plan, or is replayed. lse is
+    empty where the engine returns none, and may be where it is not needed.
     """
     if jit_trace() is not None:
         raise BackendError(
             "attention cannot be recorded by torch.jit.trace (nor by torch.onnx.export with dynamo=False): the trace would keep one call's numbers and none "
             "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
         )
+    if pages is not None and (not is_plain((query, key, value)) or query.is_meta):
+        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse)
     options = options.of_plain_values()
     name, source = requested_backend(backend)
-    call_key = key_of(query, key, value, mask, score, options, name, needs_lse)
+    call_key = key_of(query, key, value, mask, score, options, name, needs_lse, pages)
     cached = call_cache.find(call_key)
     if cached is not None:
         assert call_key is not None
-        return _again(cached, call_key, query, key, value, options, needs_lse)
-    if call_key is None and has_float8(query, key, value):  # converted, the call can have a key
+        return _again(cached, call_key, query, key, value, options, needs_lse, pages)
+    if call_key is None and pages is None and has_float8(query, key, value):  # converted, the call can have a key
         return run(query, *widened(query, key, value), mask, score, options, backend, needs_lse)
     check_name(name, source)
     request = Request(name, source, needs_lse, options.seed is not None)
     with unrecorded():
-        problem, mask_name = make_problem(query, key, value, mask, score, options)
+        problem, mask_name = make_problem(query, key, value, mask, score, options, pages)
+    if pages is not None and torch.is_grad_enabled() and any([t.requires_grad for t in problem.tensors]):
+        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse)
+    with unrecorded():
         engine, choice = must_choose(problem, request)
         by_contents = engine.looks_at_contents and engine.name != name and problem.mask is not None  # the next call's may differ
         cached = call_cache.keep(None if by_contents else call_key, problem, engine, choice, mask_name)
     return execute(cached, problem, needs_lse)
 
 
-def _again(cached: CachedCall, call_key: CallKey, query: Tensor, key: Tensor, value: Tensor, options: Options, needs_lse: bool) -> Output:
+def _in_order(query: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
+    """Keys and values out of their pages: torch's own operations, for what kernels that read pages leave to others (gradients, torch.compile, torch.func)."""
+    return gathered(k_pages, pages, query.dtype), gathered(v_pages, pages, query.dtype)
+
+
+def _again(cached: CachedCall, call_key: CallKey, query: Tensor, key: Tensor, value: Tensor, options: Options, needs_lse: bool, pages: Pages | None) -> Output:
     """A call like an earlier one."""
     if observers or is_logged():
-        return execute(cached, cached.bind(call_key, query, key, value, options), needs_lse)
+        return execute(cached, cached.bind(call_key, query, key, value, options, pages), needs_lse)
     replayed = cached.replay(call_key, query, key, value, needs_lse)
     if replayed is not None:
         return replayed
-    problem = cached.bind(call_key, query, key, value, options)
+    problem = cached.bind(call_key, query, key, value, options, pages)
     if cached.permutation is not None or cached.engine.is_torch_function:
         return execute(cached, problem, needs_lse)
     return run_eager(cached.engine, problem, cached.plan, needs_lse)  # a call that has a key is watched by nothing but eager autograd (call_key.py)

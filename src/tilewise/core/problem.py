@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.pages import Pages, gathered
 from tilewise.core.places import Places
 from tilewise.errors import InputError
 from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
@@ -31,7 +32,8 @@ _BACK = {layout: tuple([places.index(d) for d in range(4)]) for layout, places i
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One attention call. Tensors are (batch, heads, sequence, head dim) views, whatever layout they came in."""
+    """One attention call. Tensors are (batch, heads, sequence, head dim) views, whatever layout they came in; keys and values in pages are (pages, heads, rows
+    of a page, head dim)."""
 
     query: Tensor
     key: Tensor
@@ -47,6 +49,7 @@ class Problem:
     dense_mask: Tensor | None = None  # a mask tensor for engines with takes_dense_mask, unchanged: it is not traced, and no part of `mask`
     grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
     places: Places | None = None  # of this part in a larger problem, by which dropout is drawn; None: it is the whole
+    pages: Pages | None = None  # which of them hold the keys and values of each batch element; None: they lie in order. Only without gradients
     partial: bool = False  # the output is one part of a row's, to be merged with others by lse; a backward is given the whole row's out and lse
 
     def replaced(self, **fields: Any) -> "Problem":
@@ -54,6 +57,12 @@ class Problem:
         other = object.__new__(Problem)
         other.__dict__.update(self.__dict__, **fields)
         return other
+
+    def without_pages(self) -> "Problem":
+        """The same problem with keys and values in order, in the query's dtype: copies."""
+        if self.pages is None:
+            return self
+        return self.replaced(key=gathered(self.key, self.pages, self.dtype), value=gathered(self.value, self.pages, self.dtype), pages=None)
 
     @property
     def given_tiles(self) -> TileMap | None:
@@ -83,7 +92,7 @@ class Problem:
 
     @property
     def kv_len(self) -> int:
-        return self.key.shape[2]
+        return self.key.shape[2] if self.pages is None else self.pages.capacity
 
     @property
     def head_dim(self) -> int:
@@ -198,15 +207,19 @@ class Options(NamedTuple):
 
 
 def make_problem(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, options: Options
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, options: Options, pages: Pages | None = None
 ) -> tuple[Problem, str]:
     """The problem of (batch, heads, sequence, head dim) tensors, and its mask's name."""
-    if has_float8(query, key, value):
-        key, value = widened(query, key, value)
-    check_tensors(query, key, value, options.enable_gqa)
-    query, key, value = [resolved(t) for t in autocast(query, key, value)]
-    key, value = broadcast_batch(query, key, value)
-    extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if pages is not None:
+        check_paged_tensors(query, key, value)
+        query, key, value = [resolved(t) for t in (query, key, value)]
+    else:
+        if has_float8(query, key, value):
+            key, value = widened(query, key, value)
+        check_tensors(query, key, value, options.enable_gqa)
+        query, key, value = [resolved(t) for t in autocast(query, key, value)]
+        key, value = broadcast_batch(query, key, value)
+    extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2] if pages is None else pages.capacity)
     dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
     if any([equal(size, 0) for size in extent]):  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
         mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
@@ -236,6 +249,7 @@ def make_problem(
         deterministic=torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic,
         dense_mask=dense if dense is None or dense.dtype == torch.bool else dense.to(query.dtype),
         grid=reading.grid,
+        pages=pages,
     )
     return problem, name if dense is None else f"tensor{list(dense.shape)}"
 
@@ -282,10 +296,7 @@ def kv_heads_of(query: Tensor, key: Tensor, heads: int | None) -> int | None:
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     named = (("query", query), ("key", key), ("value", value))
-    for name, tensor in named:
-        check_dense(tensor, name)
-    if len({t.device for _, t in named}) > 1:
-        raise InputError("query, key and value must be on one device, got " + ", ".join([f"{n} on {t.device}" for n, t in named]))
+    _check_memory(named)
     if len({t.dtype for _, t in named}) > 1 and not _autocast_dtype(query):
         raise InputError("query, key and value must have one dtype, got " + ", ".join([f"{n} {t.dtype}" for n, t in named]))
     for name, tensor in named:
@@ -299,10 +310,40 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise _mismatch("key and value must have the same heads and length", query, key, value)
     if query.shape[3] != key.shape[3]:
         raise _mismatch("query and key must have the same head dim", query, key, value)
+    _check_head_dims(query, value)
+    check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def check_paged_tensors(query: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    """Of a query (batch, heads, queries, head dim) and pages (pages, kv heads, page size, head dim)."""
+    named = (("query", query), ("k_pages", k_pages), ("v_pages", v_pages))
+    _check_memory(named)
+    if query.dtype not in DTYPES:
+        raise InputError(f"query has dtype {query.dtype}; allowed are float16, bfloat16, float32 and float64")
+    for name, tensor in named[1:]:
+        if tensor.dtype not in (query.dtype, *FLOAT8):
+            raise InputError(f"{name} must have the query's dtype {query.dtype}, or float8_e4m3fn or float8_e5m2, got {tensor.dtype}")
+    if k_pages.dtype != v_pages.dtype:
+        raise InputError(f"k_pages and v_pages must have one dtype, got {k_pages.dtype} and {v_pages.dtype}")
+    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.shape[3] != query.shape[3]:
+        pages = ", ".join([f"{n} {tuple(t.transpose(1, 2).shape)}" for n, t in named[1:]])
+        raise InputError(f"k_pages and v_pages must have as many pages, rows and heads, and k_pages the query's head dim {query.shape[3]}, got {pages}")
+    _check_head_dims(query, v_pages)
+    check_heads(query.shape[1], k_pages.shape[1], enable_gqa=True)
+
+
+def _check_memory(named: tuple[tuple[str, Tensor], ...]) -> None:
+    for name, tensor in named:
+        check_dense(tensor, name)
+    if len({t.device for _, t in named}) > 1:
+        *names, last = [n for n, _ in named]
+        raise InputError(f"{', '.join(names)} and {last} must be on one device, got " + ", ".join([f"{n} on {t.device}" for n, t in named]))
+
+
+def _check_head_dims(query: Tensor, value: Tensor) -> None:
     for name, size in (("query and key", query.shape[3]), ("value", value.shape[3])):
         if not 1 <= size <= LARGEST_HEAD_DIM:
             raise InputError(f"head dims go from 1 to {LARGEST_HEAD_DIM}, got {size} for {name}")
-    check_heads(query.shape[1], key.shape[1], enable_gqa)
 
 
 def _mismatch(rule: str, query: Tensor, key: Tensor, value: Tensor) -> InputError:

@@ -160,6 +160,7 @@ class BlockedEngine(Engine):
     summary = "tiles of plain torch operations; O(N) memory; needs no compiler"
     serves: ClassVar[Mapping[str, int]] = {"auto": 4, "flex": 3, "flash": 4}
     is_fused = False
+    takes_pages = True
 
     def refuse(self, problem: Problem) -> str | None:
         return None
@@ -168,7 +169,8 @@ class BlockedEngine(Engine):
         return TILE
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
-        p, work, loop = problem, _StripMath(problem), TileLoop(problem)
+        p = problem.without_pages()
+        work, loop = _StripMath(p), TileLoop(p)
         shape = (p.batch, p.heads, p.q_len)
         out = torch.zeros((*shape, p.v_dim), dtype=p.result_dtype, device=p.device)
         lse = torch.full(shape, -torch.inf, dtype=work.inner, device=p.device)

@@ -191,12 +191,13 @@ class ReferenceEngine(Engine):
     summary = "dense, the definition of right; used only when named"
     serves: ClassVar[Mapping[str, int]] = {"math": 0}
     is_fused = False
+    takes_pages = True
 
     def refuse(self, problem: Problem) -> str | None:
         return None
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
-        out, lse, max_score = dense_attention(problem)
+        out, lse, max_score = dense_attention(problem.without_pages())
         return Output(out.to(problem.result_dtype), lse, max_score)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:

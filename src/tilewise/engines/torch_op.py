@@ -43,8 +43,8 @@ library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 
 def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
-    """A problem as the arguments of `tilewise::attention`. Parts of problems have no way through it."""
-    assert problem.places is None and not problem.partial
+    """A problem as the arguments of `tilewise::attention`. Parts of problems, and pages, have no way through it."""
+    assert problem.places is None and problem.pages is None and not problem.partial
     mask, score, tiles = problem.mask, problem.score, problem.tiles
     runs: list[Tensor] = []
     geometry: list[int] = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.map_cache import maps
+from tilewise.core.pages import Pages
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, mask_sources, seed_tensor
 from tilewise.core.weak_cache import WeakCache
@@ -20,7 +21,7 @@ from tilewise.frontend.token_order import TokenPermutation, best_permutation
 from tilewise.lang import BoundProgram
 
 MAX_CALLS = 512
-NO_TENSORS = dict.fromkeys(("query", "key", "value", "tiles", "sinks", "seed"))
+NO_TENSORS = dict.fromkeys(("query", "key", "value", "tiles", "sinks", "seed", "pages"))
 
 
 class CachedCall(NamedTuple):
@@ -39,13 +40,13 @@ class CachedCall(NamedTuple):
     sinks: int | None = None
     tiles: int | None = None
 
-    def bind(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor, options: Options) -> Problem:
+    def bind(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor, options: Options, pages: Pages | None) -> Problem:
         """The problem of a call like the one this was made for. (`dataclasses.replace` would take several times as long.)"""
         held, problem = key.held, self.problem
         bound = object.__new__(Problem)
         fields = bound.__dict__
         fields.update(problem.__dict__)
-        fields["query"], fields["key"], fields["value"] = query, k, value
+        fields["query"], fields["key"], fields["value"], fields["pages"] = query, k, value, pages
         if held:
             tiles = None if self.tiles is None else held[self.tiles]
             fields["tiles"] = tiles

@@ -22,6 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from tilewise.core.pages import Pages
 from tilewise.core.problem import Options
 from tilewise.core.tf32 import allows_tf32
 from tilewise.engines.base import PLAIN
@@ -112,17 +113,20 @@ _codes: dict[int, _Code] = {}
 _descriptions: dict[tuple[Any, ...], _Description] = {}
 
 
-def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool) -> CallKey | None:
+def key_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool, pages: Pages | None = None
+) -> CallKey | None:
     """What a call is known by; None if it cannot be."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None:
         return None
     device, dtype = query.device, query.dtype
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN) or forward_ad._current_level >= 0:
         return None
-    if key.dtype is not dtype or value.dtype is not dtype or key.device != device or value.device != device:
+    stored = dtype if pages is None else key.dtype  # pages may be float8
+    if key.dtype is not stored or value.dtype is not stored or key.device != device or value.device != device:
         return None
     shape, kv_shape = query.shape, key.shape
-    if len(shape) != 4 or shape[0] != kv_shape[0]:
+    if len(shape) != 4 or (shape[0] != kv_shape[0] and pages is None):
         return None
     try:
         at, kv_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -161,6 +165,7 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
         query.requires_grad,
         key.requires_grad,
         value.requires_grad,
+        None if pages is None else (stored, pages.size, pages.all_attended, _where(pages.table), _where(pages.lengths)),
     )
     if score is None or (type(score) is list and not score):
         score = None
@@ -187,6 +192,11 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, opt
         ids = [id(thing) for thing in held]
         parts.append(None if len(set(ids)) == len(ids) else tuple(ids))  # a tensor with two places (sinks, too) may be two tensors in the next call
     return CallKey(tuple(parts), tuple(held), watched)
+
+
+def _where(t: Tensor) -> tuple[Any, ...]:
+    """Of a table or lengths of pages, which are plain int32: plans hold their addresses, and nothing of what they contain."""
+    return t.data_ptr(), t.shape, t.stride()
 
 
 def _key_of_described(known: tuple[Any, ...], mask: _Described) -> CallKey | None:

@@ -130,6 +130,8 @@ def reason_against(engine: Engine, problem: Problem, request: Request) -> str | 
         return "'flash' is plain or causal attention; use 'flex' for other masks"
     if problem.dense_mask is not None and not engine.takes_dense_mask:
         return "it takes no mask tensor as it is"
+    if problem.pages is not None and not engine.takes_pages:
+        return "it takes no keys and values in pages"
     reason = engine.refuse_request(problem, request) or engine.refuse(problem)
     if reason is None and engine.name != request.backend:  # an engine that was asked for by name leaves the problem to nobody
         reason = engine.defers(problem, tuple([e for e in candidates(request.backend) if e is not engine]))

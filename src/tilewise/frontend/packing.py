@@ -104,10 +104,10 @@ def packed_tokens(packed: Packed) -> PackedTokens:
     if found is not None and found.are_of(packed):
         return found
     with unrecorded(), torch.inference_mode(False):  # inference tensors could have no map that is kept
-        _check_contents(packed.q_offsets, packed.query.shape[0], packed.names[0])
+        check_contents(packed.q_offsets, packed.query.shape[0], packed.names[0])
         made = PackedTokens(packed)
         if not made.is_one:
-            _check_contents(packed.kv_offsets, packed.key.shape[0], packed.names[1])
+            check_contents(packed.kv_offsets, packed.key.shape[0], packed.names[1])
     if key is not None:
         _known.keep(key, offsets, made)
     return made
@@ -149,7 +149,7 @@ def check_offsets(offsets: Tensor, name: str) -> None:
         raise InputError(f"{name} is on the meta device, so it has no contents; the lengths of sequences must be known")
 
 
-def _check_contents(offsets: Tensor, tokens: int, name: str) -> None:
+def check_contents(offsets: Tensor, tokens: int, name: str) -> None:
     """Raises unless offsets start at 0, never decrease and end within the tokens; others would read tokens of other sequences."""
     rule = f"{name} must start at 0, never decrease and end at most at the {tokens} tokens given"
     right = (offsets[0] == 0) & (offsets[-1] <= tokens) & (offsets[1:] >= offsets[:-1]).all()

@@ -19,6 +19,7 @@ class CppEngine(Engine):
     name = "cpp"
     summary = "generated C++, vectorised and threaded, forward and backward, on CPUs with a C++ compiler"
     serves: ClassVar[Mapping[str, int]] = {"auto": 3, "flex": 2, "flash": 2}
+    takes_pages = True
 
     def refuse(self, problem: Problem) -> str | None:
         if problem.device.type != "cpu":

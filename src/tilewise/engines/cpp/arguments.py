@@ -12,7 +12,7 @@ from tilewise.engines.dropout import keep_scale, places_key, threshold
 
 # Every field has 8 bytes.
 TENSOR = "5q"
-PROBLEM = f"=9q{3 * TENSOR}12q12qqdd6q"
+PROBLEM = f"=9q{3 * TENSOR}12q12qqdd6q5q"
 FORWARD, FORWARD_CALL = f"{PROBLEM}{TENSOR}7q", "=13q"
 BACKWARD, BACKWARD_CALL = f"{PROBLEM}{2 * TENSOR}22q", "=21q"
 
@@ -44,8 +44,16 @@ def problem_values(p: Problem, schedule: TileSchedule) -> tuple[list[Any], Any]:
         threshold(p.dropout_p),
         0,
         *((0,) * 4 if placed is None else placed),
+        *_pages(p),
     ]
     return values, (mask, score, schedule, p.dropout_places)
+
+
+def _pages(p: Problem) -> tuple[int, ...]:
+    """The kernel's `Pages`. A call's key covers the addresses."""
+    if p.pages is None:
+        return (0,) * 5
+    return p.pages.table.data_ptr(), p.pages.table.stride(0), p.pages.size, p.key.shape[0], p.pages.lengths.data_ptr() if p.pages.one_sequence else 0
 
 
 def laid_out(t: Tensor) -> tuple[int, ...]:

@@ -12,16 +12,19 @@ from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, library_of
 
 ELEMENT = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat", torch.float16: "half"}
+STORED = ELEMENT | {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
 
 Classifier = Callable[[bytes], None]
 Kernel = Callable[[bytes, bytes], None]  # takes what is prepared and what differs from call to call, both packed (arguments.py)
 
 
-def kernel_unit(name: str, dtype: torch.dtype, result: torch.dtype) -> Unit:
-    """The library of a kernel: "forward" (which includes decode and classify) or "backward". `result` is the dtype of out and gradients."""
-    result_flags = () if result == dtype else (f"-DRESULT={ELEMENT[result]}",)
+def kernel_unit(name: str, dtype: torch.dtype, result: torch.dtype, stored: torch.dtype | None = None) -> Unit:
+    """The library of a kernel: "forward" (which includes decode and classify) or "backward". `result` is the dtype of out and gradients, `stored` that of keys
+    and values, `dtype` if it is None."""
+    type_flags = () if result == dtype else (f"-DRESULT={ELEMENT[result]}",)
+    type_flags += () if stored is None or stored == dtype else (f"-DSTORED={STORED[stored]}",)
     matrix_unit_flags = ("-DMATRIX_UNIT",) if uses_matrix_unit(dtype) else ()
-    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *result_flags, *matrix_unit_flags))
+    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *type_flags, *matrix_unit_flags))
 
 
 def uses_matrix_unit(dtype: torch.dtype) -> bool:
@@ -30,9 +33,9 @@ def uses_matrix_unit(dtype: torch.dtype) -> bool:
 
 
 @lru_cache(maxsize=32)
-def kernel(name: str, dtype: torch.dtype, result: torch.dtype) -> Kernel:
+def kernel(name: str, dtype: torch.dtype, result: torch.dtype, stored: torch.dtype | None = None) -> Kernel:
     """ "forward", "decode" or "backward"."""
-    unit = kernel_unit("backward" if name == "backward" else "forward", dtype, result)
+    unit = kernel_unit("backward" if name == "backward" else "forward", dtype, result, stored)
     function: Any = library_of(unit, unit.source).function(f"tilewise_call_{name}")
     function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_char_p), None
     found: Kernel = function

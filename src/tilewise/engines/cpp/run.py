@@ -75,13 +75,15 @@ class Forward:
 
     def __init__(self, p: Problem) -> None:
         decoding = splits.is_decoding(p)
+        if decoding and p.pages is not None and p.pages.ends_say_all:
+            p = p.replaced(mask=None)
         schedule = _no_schedule() if decoding else query_schedule(p)
         values, self._keep_alive = problem_values(p, schedule)
         parts = splits.split_count(p) if decoding else 1
         rows = p.heads // p.kv_heads * p.q_len
         split_bytes = p.batch * p.kv_heads * parts * rows * (p.v_dim + 2) * p.inner_dtype.itemsize if decoding else 0  # last: acc[Dv], max_score, total
         self._workspace = Workspace(split_bytes, *(UNPACKED if decoding else _packed_sizes(p, schedule.density)))
-        self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype, p.result_dtype)
+        self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype, p.result_dtype, p.key.dtype)
         self._prepared = struct.pack(FORWARD, *values, *laid_out(like_query(p.query, p.v_dim)), 0, 0, parts, 0, *UNPACKED)
         self._v_dim, self._result = p.v_dim, p.result_dtype
         self._rows = torch.empty((), dtype=p.inner_dtype, device=p.device).expand(p.query.shape[:3])  # to make contiguous tensors from: the quickest way
@@ -112,6 +114,8 @@ def _no_schedule() -> TileSchedule:
 
 def _packed_sizes(p: Problem, density: float) -> tuple[int, int, int]:
     """Bytes of packed keys, packed values, and the "all finite" flag of each block. `density` is the share of queries that attend to a key."""
+    if p.pages is not None:  # there may be room for far more keys than there are
+        return UNPACKED
     on_matrix_unit, itemsize = kernels.uses_matrix_unit(p.dtype), p.inner_dtype.itemsize
     if not on_matrix_unit and density * p.q_len * (p.heads // p.kv_heads) * itemsize * max(p.head_dim, p.v_dim) < PACKING_BYTES:
         return UNPACKED

@@ -37,6 +37,13 @@ struct Places {  // of a part in the whole problem, for dropout: which square of
     i64 batch, head;  // of the first
 };
 
+// Keys and values in pages: key j of batch element b is row j % size of page table[b * stride + j / size]. Their Tensors are (pages, heads, rows, head dim).
+struct Pages {
+    const i32* table;  // null: they lie in order
+    i64 stride, size, count;
+    const i32* lengths;  // [batch] keys that can be attended; null: any that the table has room for
+};
+
 struct Problem {
     Run run;
     i64 threads;
@@ -48,6 +55,7 @@ struct Problem {
     double scale, keep_scale;
     i64 dropout_threshold, seed;  // an element is dropped if its 16 random bits are below the threshold
     Places places;
+    Pages pages;
 };
 
 // Keys and values packed for the products, [batch, kv heads, blocks of 64 keys]. For the matrix unit: bfloat16, keys [64][padded d] and values

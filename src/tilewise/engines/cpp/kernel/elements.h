@@ -4,6 +4,8 @@
 
 struct bfloat { u16 bits; };
 struct half { u16 bits; };
+struct float8_e4m3 { uint8_t bits; };  // no infinities; NaN is 0x7f
+struct float8_e5m2 { uint8_t bits; };
 
 template <typename E> struct compute_type { typedef float type; };  // float16, bfloat16 and float32 are computed in float32
 template <> struct compute_type<double> { typedef double type; };
@@ -22,6 +24,13 @@ INLINE float widen(half x) {
     const u32 magnitude = (u32)(x.bits & 0x7fff) << 13, sign = (u32)(x.bits & 0x8000) << 16;
     const u32 finite = bits_as<u32>(bits_as<float>(magnitude) * bits_as<float>((u32)(254 - 15) << 23));
     return bits_as<float>((magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite) | sign);
+}
+INLINE float widen(float8_e5m2 x) { return widen(half{(u16)(x.bits << 8)}); }
+// Below 8 there is no leading one: it is added, and subtracted again. (A product, as above, takes twice as long.)
+INLINE float widen(float8_e4m3 x) {
+    const u32 magnitude = x.bits & 0x7f, sign = (u32)(x.bits & 0x80) << 24, leading = (u32)(127 - 6) << 23;
+    const float normal = bits_as<float>((magnitude << 20) + ((u32)(127 - 7) << 23)), small = bits_as<float>((magnitude << 20) + leading) - bits_as<float>(leading);
+    return bits_as<float>((magnitude == 0x7f ? 0x7fc00000 : bits_as<u32>(magnitude < 8 ? small : normal)) | sign);
 }
 INLINE float widen(float x) { return x; }
 INLINE double widen(double x) { return x; }

@@ -126,8 +126,8 @@ void load_queries(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_la
 void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
     const i64 hk = h / (p.heads / p.kv_heads);
     load_queries(p, t, b, h, q0, q_last);
-    const Rows<real> keys = rows_of<ELEMENT>(p.key, b, hk, kv0, n, p.d, t.keys, p.d);
-    const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
+    const Rows<real> keys = stored_rows(p, p.key, b, hk, kv0, n, p.d, t.keys, p.d);
+    const Rows<real> values = stored_rows(p, p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
     const bool has_nonfinite = (masked || p.score.by_query) && !all_finite(values, n, p.dv);
     const Rows<real> finite = has_nonfinite ? zero_nonfinite(values, n, p.dv, t.finite_values, p.dv) : values;
     product<real>(keys.data, keys.stride, 1, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
@@ -137,8 +137,9 @@ void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_la
 }
 
 // The index of the packed block that holds exactly the n keys from kv0 on; -1 if there is none.
-i64 packed_block(const Problem& p, i64 b, i64 hk, i64 kv0, i64 n) {
-    if (kv0 % KEYS || n != at_most(KEYS, p.n_kv - kv0)) return -1;
+i64 packed_block(const Forward& f, i64 b, i64 hk, i64 kv0, i64 n) {
+    const Problem& p = f.problem;
+    if (!f.packed.keys || kv0 % KEYS || n != at_most(KEYS, p.n_kv - kv0)) return -1;
     return (b * p.kv_heads + hk) * ((p.n_kv + KEYS - 1) / KEYS) + kv0 / KEYS;
 }
 
@@ -146,7 +147,7 @@ i64 packed_block(const Problem& p, i64 b, i64 hk, i64 kv0, i64 n) {
 // attend_block on the matrix unit; false if these keys are not a packed block.
 bool attend_block_on_matrix_unit(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
     const Problem& p = f.problem;
-    const i64 hk = h / (p.heads / p.kv_heads), block = packed_block(p, b, hk, kv0, n);
+    const i64 hk = h / (p.heads / p.kv_heads), block = packed_block(f, b, hk, kv0, n);
     if (block < 0) return false;
     const i64 d = padded(p.d, STEP), dv = padded(p.dv, STEP), depth = padded(n, STEP);
     const bool has_nonfinite = !f.packed.finite[block];
@@ -181,7 +182,7 @@ void pack_keys(void* context, i64 item) {
 // attend_block from panels; false if these keys are not a packed block, or their values are not all finite.
 bool attend_panels(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
     const Problem& p = f.problem;
-    const i64 block = f.packed.keys ? packed_block(p, b, h / (p.heads / p.kv_heads), kv0, n) : -1;
+    const i64 block = packed_block(f, b, h / (p.heads / p.kv_heads), kv0, n);
     if (block < 0 || !f.packed.finite[block]) return false;
     load_queries(p, t, b, h, q0, q_last);
     product_of_panels((const real*)f.packed.keys + block * KEYS * p.d, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, LANES, p.d, (real)p.scale, false);

@@ -14,6 +14,9 @@
 #ifndef RESULT  // the type of out and gradients
 #define RESULT ELEMENT
 #endif
+#ifndef STORED  // the type of keys and values
+#define STORED ELEMENT
+#endif
 
 constexpr int LANES = 64;  // queries in a tile
 constexpr int KEYS = 64;   // keys in a tile, at most
@@ -88,6 +91,37 @@ template <typename E, typename T> Rows<T> rows_of(const Tensor& t, i64 b, i64 h,
     if constexpr (sizeof(E) == sizeof(T))
         if (t.stride[3] == 1 && width == n) return {(const T*)from, t.stride[2]};
     widen_rows(from, t.stride[2], t.stride[3], count, n, to, width);
+    return {to, width};
+}
+
+// -- keys and values ---------------------------------------------------------------------------------------------------
+
+struct Location {  // a row of keys or values: which (batch element or page, row) it is in their Tensors
+    i64 b, row;
+};
+
+INLINE Location locate(const Problem& p, i64 b, i64 row) {
+    if (!p.pages.table) return {b, row};
+    const i64 page = p.pages.table[b * p.pages.stride + row / p.pages.size];
+    return {at_least(at_most(page, p.pages.count - 1), 0), row % p.pages.size};
+}
+
+// Whether the rows from `first` on are at equal distances: within one page, if there are pages.
+INLINE bool evenly_spaced(const Problem& p, i64 first, i64 count) { return !p.pages.table || first % p.pages.size + count <= p.pages.size; }
+
+// Keys that batch element b may attend to, at most.
+INLINE i64 keys_of(const Problem& p, i64 b) { return p.pages.lengths ? at_least(at_most(p.pages.lengths[b], p.n_kv), 0) : p.n_kv; }
+
+// Rows of keys or values in the compute type: in place where that is possible, else a copy in `to` [count][width].
+template <typename T> Rows<T> stored_rows(const Problem& p, const Tensor& t, i64 b, i64 h, i64 first, i64 count, i64 n, T* to, i64 width) {
+    const Location start = locate(p, b, first);
+    if (evenly_spaced(p, first, count)) return rows_of<STORED>(t, start.b, h, start.row, count, n, to, width);
+    for (i64 i = 0; i < count;) {
+        const Location at = locate(p, b, first + i);
+        const i64 here = at_most(count - i, p.pages.size - at.row);
+        widen_rows(row_ptr<STORED>(t, at.b, h, at.row), t.stride[2], t.stride[3], here, n, to + i * width, width);
+        i += here;
+    }
     return {to, width};
 }
 

@@ -1,0 +1,196 @@
+"""Keys and values in pages: what a call asks for, as a problem whose mask and score see logical positions.
+
+Query i of sequence n stands at position lengths[n] - (the sequence's queries) + i, and keys 0 .. lengths[n] - 1 can be attended. Engines know pages by an
+address (core/pages.py); all else is in the mask, so that nothing but a kernel ever looks at lengths, and a step's new lengths are no new call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.map_cache import contents_key
+from tilewise.core.pages import Pages
+from tilewise.core.recording import unrecorded
+from tilewise.core.weak_cache import WeakCache
+from tilewise.errors import InputError
+from tilewise.frontend.packing import check_contents, check_offsets, sequence_and_position
+from tilewise.masks import Mask
+from tilewise.memory import can_be_looked_at, check_dense
+from tilewise.named import Named
+from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
+
+TOKENS_APART = 4  # per sequence, on average: up to so many queries are decoded one by one, each over the keys of its sequence
+
+# From b, h, q and kv of the problem to the sequence's number, the query's and the key's position in it, and whether the key is one of that sequence's.
+Logical = Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]]
+
+
+class PagedQueries(NamedTuple):
+    """Queries as (batch, heads, queries, head dim), and the pages of each batch element."""
+
+    query: Tensor
+    pages: Pages
+    logical: Logical
+    tokens_apart: bool = False  # the batch elements are single tokens of a packed batch
+
+
+def check_pages(k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor) -> None:
+    """Raises unless tensors can be pages, a table and lengths. On a CPU what these hold is checked too; on a GPU that would wait for all work before."""
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            raise InputError(f"{name} must be a tensor (pages, page size, kv heads, head dim), got {_shape(tensor)}")
+        if tensor.shape[1] == 0:
+            raise InputError(f"pages must have at least one row, got {name} {tuple(tensor.shape)}: (pages, page size, kv heads, head dim)")
+    for name, tensor, dims, meaning in (("page_table", table, 2, "(batch, most pages)"), ("kv_lengths", lengths, 1, "(batch,)")):
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.dtype not in (torch.int32, torch.int64):
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(f"{name} must be an int32 tensor {meaning} (int64 is converted in every call), got {kind} {_shape(tensor)}")
+        check_dense(tensor, name)
+        if tensor.device != k_pages.device:
+            raise InputError(f"{name} is on {tensor.device}, the pages are on {k_pages.device}: they must be on one device")
+    if table.shape[0] != lengths.shape[0]:
+        raise InputError(f"page_table has {table.shape[0]} sequences, kv_lengths {lengths.shape[0]}")
+    if can_be_looked_at(table) and can_be_looked_at(lengths) and k_pages.device.type == "cpu":
+        _check_page_numbers(k_pages, table, lengths)
+
+
+def _check_page_numbers(k_pages: Tensor, table: Tensor, lengths: Tensor) -> None:
+    count, size = k_pages.shape[:2]
+    most = table.shape[1] * size
+    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > most):
+        raise InputError(f"kv_lengths must be from 0 to {most}, which {table.shape[1]} pages of {size} rows hold, got {lengths.tolist()[:8]}")
+    used = torch.arange(table.shape[1]) * size < lengths.unsqueeze(1)
+    wrong = used & ((table < 0) | (table >= count))
+    if bool(wrong.any()):
+        n, at = wrong.nonzero()[0].tolist()
+        raise InputError(f"page_table[{n}, {at}] is {int(table[n, at])}, but there are {count} pages; sequence {n} has {int(lengths[n])} keys")
+
+
+def _shape(tensor: Any) -> str:
+    return f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+
+
+# -- three forms ----------------------------------------------------------------------------------------------------------
+
+
+def batched(query: Tensor, size: int, table: Tensor, lengths: Tensor, all_attended: bool) -> PagedQueries:
+    """As many queries of every sequence, (batch, heads, queries, head dim)."""
+    if query.shape[0] != table.shape[0]:
+        raise InputError(f"query has batch size {query.shape[0]}, page_table {table.shape[0]} sequences")
+    n_q = query.shape[2]
+
+    def logical(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
+        length = lengths[b]
+        return b, q + (length - n_q), kv, kv < length
+
+    return PagedQueries(query, Pages(table, size, lengths, all_attended), logical)
+
+
+def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Tensor, all_attended: bool) -> PagedQueries:
+    """Queries of different sequences end to end, (tokens, heads, head dim): as a batch of single queries where sequences have few, so that each reads its own
+    keys and nothing else; else as one sequence over the keys of all, of which tile maps leave out what is another sequence's."""
+    check_offsets(offsets, "cu_seqlens_q")
+    if offsets.shape[0] != table.shape[0] + 1:
+        raise InputError(f"cu_seqlens_q describes {offsets.shape[0] - 1} sequences, page_table {table.shape[0]}")
+    tokens, sequences = query.shape[0], table.shape[0]
+    known = _tokens_of(query, table, lengths, offsets)
+    number, position = known.number, known.position
+    if tokens <= TOKENS_APART * sequences:
+        own_lengths = known.lengths
+
+        def of_token(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
+            return number[b], position[b], kv, kv < own_lengths[b]
+
+        return PagedQueries(query.unsqueeze(2), Pages(known.table, size, own_lengths, all_attended), of_token, tokens_apart=True)
+    capacity = table.shape[1] * size
+
+    def of_all(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
+        n = number[q]
+        j = kv - n * capacity
+        return n, position[q], j, (j >= 0) & (j < lengths[n])
+
+    return PagedQueries(query.transpose(0, 1).unsqueeze(0), Pages(table.reshape(1, -1), size, lengths, all_attended), of_all)
+
+
+class _Tokens(NamedTuple):
+    """Of packed queries: each token's sequence and position, and the table and lengths of a batch of single tokens. Tokens past the last sequence have no
+    keys."""
+
+    number: Tensor  # [tokens] int32
+    position: Tensor  # [tokens] int32
+    lengths: Tensor  # [tokens] int32
+    table: Tensor  # [tokens, most] int32
+
+
+MAX_BATCHES = 64
+_known: WeakCache[_Tokens] = WeakCache(MAX_BATCHES)
+
+
+def _tokens_of(query: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor) -> _Tokens:
+    """Made once for the contents of table, lengths and offsets: all layers of a step share it, and with it their calls' keys.
+
+    The key is what the contents are known by and the number of tokens. Tensors without such a key, and those in a CUDA graph, which must make these itself,
+    are looked at in every call.
+    """
+    sources = (table, lengths, offsets)
+    contents = contents_key(sources) if all([can_be_looked_at(t) for t in sources]) and not _is_capturing(query) else None
+    key = None if contents is None else (contents, query.shape[0], query.device)
+    found = None if key is None else _known.find(key, sources)
+    if found is not None:
+        return found
+    with unrecorded(), torch.inference_mode(False):
+        check_contents(offsets, query.shape[0], "cu_seqlens_q")
+        number, place = sequence_and_position(offsets.to(query.device), query.shape[0])
+        n = number.clamp(min=0)
+        of_sequence = lengths[n].to(torch.int32)
+        count = (offsets[1:] - offsets[:-1]).to(query.device)[n]
+        own = torch.where(number >= 0, of_sequence, 0)
+        made = _Tokens(n.to(torch.int32), (of_sequence - count + place).to(torch.int32), own, table[n])
+    if key is not None:
+        _known.keep(key, sources, made)
+    return made
+
+
+def _is_capturing(query: Tensor) -> bool:
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# -- masks and scores ---------------------------------------------------------------------------------------------------
+
+
+def in_pages(
+    paged: PagedQueries, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, k_scale: Tensor | None, sequences: int
+) -> tuple[Mask, list[Any]]:
+    """The user's mask and scores, which see logical positions; before these, scores are multiplied by the scale of their key head."""
+    if mask is not None and not callable(mask):
+        raise InputError(f"keys in pages take a mask function or a mask of tilewise.masks, which see positions in each sequence; got {type(mask).__name__}")
+    scores = as_scores(score)
+    for function in (mask, *scores):
+        if isinstance(function, Named):
+            function.check_sizes({"b": sequences, "h": paged.query.shape[1]})
+    rewritten: list[Any] = [] if k_scale is None else [_scaled(k_scale, paged.query.shape[1] // k_scale.shape[0])]
+    rewritten += [s if isinstance(s, Sinks) else _placed_score(paged.logical, s) for s in scores]
+    return _placed(paged.logical, mask), rewritten
+
+
+def _placed(logical: Logical, mask: Any) -> Mask:
+    def in_sequence(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        n, i, j, inside = logical(b, h, q, kv)
+        return inside if mask is None else inside & mask(n, h, i, j)
+
+    label = "paged" if mask is None else f"paged {getattr(mask, 'name', 'mask')}"
+    return Mask(in_sequence, label, fixed=mask is None)
+
+
+def _placed_score(logical: Logical, function: ScoreFunction) -> Score:
+    def placed(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        n, i, j, _ = logical(b, h, q, kv)
+        return function(s, n, h, i, j)
+
+    return Score(placed, getattr(function, "name", "score"))
+
+
+def _scaled(k_scale: Tensor, ratio: int) -> Score:
+    return Score(lambda s, b, h, q, kv: s * k_scale[h // ratio], "k_scale")
