@@ -1,7 +1,7 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, the same in single precision, grouped heads, programmed masks and
-scores, decoding, memory, cold starts; its tile maps.
+scores, decoding, keys and values in pages, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [splits] [host] [maps] [memory] [cold]
+    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [paged] [splits] [host] [maps] [memory] [cold]
                              [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER] [--fa4 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
@@ -9,6 +9,7 @@ order, and every figure is the median of several turns, because a card at its po
 """
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -336,6 +337,61 @@ def _caches(heads: int, batch: int, length: int) -> tuple[list[tuple[Tensor, ...
     return [tuple(t.detach() for t in tensors(batch, heads, 1, 128, 8, length)) for _ in range(count)], iter(range(10**9))
 
 
+PAGED = [(batch, length) for batch in (1, 16, 64) for length in (4096, 8192, 32768) if batch * length <= 2**20]
+
+
+def paged(args: argparse.Namespace) -> list[list[str]]:
+    """One token over all keys, which lie in pages in a random order, beside the same keys in order (tokens before heads, as pages have them) and torch's own
+    paged attention, where this version has one."""
+    sizes = (1, 16, 64, 256)
+    columns = [f"page {size}, ratio" for size in sizes]
+    table = [["decode, 32 query heads on 8, D128 (TB/s)", "in order", *columns, "float8, page 64", "of bf16, page 64", "torch, page 256"]]
+    for batch, length in [(1, 32768), (16, 8192), (64, 4096)] if args.quick else PAGED:
+        query = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+        bytes_read = 2 * batch * 8 * length * 128 * 2
+        count = max(1, 2**28 // bytes_read)  # of caches, several where one would fit the GPU's cache
+
+        def rate(calls: list[Callable[[], Any]], size: float = bytes_read) -> float:
+            turns = itertools.cycle(calls)
+            return size / statistics.median(graphed(lambda: next(turns)()) for _ in range(TURNS)) / 1e9
+
+        caches = [[torch.randn(batch * length, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(count)]
+        in_order = rate(
+            [partial(tilewise.attention, query, *[t.view(batch, length, 8, 128).transpose(1, 2) for t in kv], enable_gqa=True, backend="flex") for kv in caches]
+        )
+        cells, rates = [f"B{batch} KV {length}", f"{in_order:.2f}"], {}
+        for size in sizes:
+            numbers = torch.randperm(batch * length // size, device="cuda").to(torch.int32).view(batch, -1)
+            rates[size] = rate([partial(tilewise.paged_attention, query, *[t.view(-1, size, 8, 128) for t in kv], numbers, lengths) for kv in caches])
+            cells.append(f"{rates[size] / in_order:.2f}")
+        numbers = torch.randperm(batch * length // 64, device="cuda").to(torch.int32).view(batch, -1)
+        narrow = [[t.view(-1, 64, 8, 128).to(torch.float8_e4m3fn) for t in kv] for kv in caches]
+        half = rate([partial(tilewise.paged_attention, query, *kv, numbers, lengths, k_scale=0.5, v_scale=2.0) for kv in narrow], bytes_read / 2)
+        cells += [f"{half:.2f}", f"{2 * half / rates[64]:.2f}", _torch_paged(query, caches, batch, length, rate)]
+        print("  ".join(f"{c:>14s}" for c in cells), flush=True)
+        table.append(cells)
+    return table
+
+
+def _torch_paged(query: Tensor, caches: list[list[Tensor]], batch: int, length: int, rate: Callable[..., float]) -> str:
+    """torch's varlen_attn with a block table."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return "-"
+    numbers = torch.randperm(batch * length // 256, device="cuda").to(torch.int32).view(batch, -1)
+    offsets = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+    used, tokens = torch.full((batch,), length, device="cuda", dtype=torch.int32), query.squeeze(2)
+    try:
+        calls = [
+            partial(varlen_attn, tokens, *[t.view(-1, 256, 8, 128) for t in kv], offsets, None, 1, length, seqused_k=used, block_table=numbers) for kv in caches
+        ]
+        return f"{rate(calls):.2f}"
+    except (TypeError, RuntimeError) as error:  # this version takes no pages
+        return f"- ({type(error).__name__})"
+
+
 def splits(args: argparse.Namespace) -> list[list[str]]:
     """How long decoding takes by the number of splits of the keys, beside the number that is chosen: what triton/run.best_split_count goes by."""
     from tilewise.engines.triton import run
@@ -548,7 +604,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["dense", "single", "grouped", "masks", "decode", "splits", "host", "maps", "memory", "cold"]
+    names = ["dense", "single", "grouped", "masks", "decode", "paged", "splits", "host", "maps", "memory", "cold"]
     parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     own = ["gluon", "triton"] if hopper else ["triton"]
@@ -571,6 +627,7 @@ def main() -> None:
         "grouped": grouped,
         "masks": programmed,
         "decode": decode,
+        "paged": paged,
         "splits": splits,
         "host": host,
         "maps": maps,

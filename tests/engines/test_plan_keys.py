@@ -11,6 +11,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import masks, scores
 from tilewise.core.map_cache import contents_key, maps
+from tilewise.core.pages import Pages
 from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines.gpu.limits import NO_TRITON
 from tilewise.frontend.call_key import key_of
@@ -100,6 +101,32 @@ def test_what_the_call_key_leaves_out(what: str) -> None:
     before = a.call_key()
     NOT_COVERED[what](a)
     assert a.call_key() == before
+
+
+PAGES: dict[str, dict[str, Any]] = {
+    "the size of pages": {"size": 8},
+    "another table": {"table": torch.zeros((1, 4), dtype=torch.int32)},
+    "a table of another form": {"table": torch.zeros((1, 9), dtype=torch.int32)[:, :4]},
+    "other lengths": {"lengths": torch.zeros(1, dtype=torch.int32)},
+    "lengths of more sequences": {"lengths": torch.zeros(2, dtype=torch.int32)},
+    "a mask beside the lengths": {"all_attended": False},
+}
+
+
+def test_the_call_key_covers_pages() -> None:
+    """What plans hold of them: addresses and forms, not contents."""
+    a, stored = asked(), torch.zeros(6, 2, 16, 16)
+    usual: dict[str, Any] = {"table": torch.zeros((1, 4), dtype=torch.int32), "size": 16, "lengths": torch.zeros(1, dtype=torch.int32), "all_attended": True}
+
+    def key(stored: Tensor = stored, **change: Any) -> Any:
+        found = key_of(a.query, stored, stored, None, None, a.options, "cpp", False, Pages(**(usual | change)))
+        assert found is not None
+        return found.key
+
+    keys = [key(), *[key(**change) for change in PAGES.values()], key(stored.to(torch.float8_e5m2)), key(stored[:5])]
+    assert len(set(keys)) == len(PAGES) + 3
+    usual["table"].add_(1), usual["lengths"].add_(1)
+    assert key() == keys[0] == key(torch.ones_like(stored))
 
 
 @pytest.mark.parametrize("switch", ["deterministic algorithms", "TF32"])

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tilewise import masks, scores
+from tilewise.core.pages import Pages
 from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines.gpu.structure import structure_key
 from tilewise.tiles import tile_map
@@ -74,6 +75,17 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_whatever_launches_depend_on_makes_another_structure() -> None:
     keys = [structure_key(problem()), *[structure_key(problem(**change)) for change in CHANGES.values()]]
     assert len(set(keys)) == len(CHANGES) + 1
+
+
+def test_pages_are_part_of_it() -> None:
+    def paged(rows: int = 16, stored: torch.dtype = torch.float16, most: int = 4, sequences: int = 2, all_attended: bool = True, fill: int = 0) -> Any:
+        pages = torch.zeros(6, 2, rows, 16, dtype=stored)
+        found = Pages(torch.full((2, most), fill, dtype=torch.int32), rows, torch.full((sequences,), fill, dtype=torch.int32), all_attended)
+        return structure_key(make_problem(torch.zeros(2, 4, 1, 16).half(), pages, pages, masks.causal, None, Options(), found)[0])
+
+    changes: list[dict[str, Any]] = [{"rows": 32}, {"stored": torch.float8_e5m2}, {"most": 5}, {"sequences": 4}, {"all_attended": False}]
+    assert len({paged(), *[paged(**change) for change in changes]}) == len(changes) + 1
+    assert paged(fill=1) == paged()  # other tables, other contents
 
 
 def test_addresses_and_contents_are_no_part_of_it() -> None:

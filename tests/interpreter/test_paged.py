@@ -54,6 +54,21 @@ def test_float8_pages(stored: torch.dtype) -> None:
         assert_right(batch, called(batch, backend="triton", **options), **meaning(options))
 
 
+@pytest.mark.parametrize("name", QUERIES)
+def test_unwritten_rows_cost_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold NaN here, and are not read: nothing is computed again row by row."""
+    from tilewise.engines.triton.kernels import decode, forward
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("rows were computed again")
+
+    monkeypatch.setattr(decode, "split_rows", refuse)
+    monkeypatch.setattr(forward, "fwd_rows", refuse)
+    batch = make_batch(*QUERIES[name], 16)
+    called(batch, mask=masks.causal, backend="triton")
+    called(batch, backend="triton")
+
+
 def test_nan_in_attended_pages_stays_in_its_rows() -> None:
     """Rows are computed again one by one, through the same table."""
     batch = make_batch([1, 1], [90, 70], 16)

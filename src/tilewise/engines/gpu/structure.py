@@ -55,8 +55,8 @@ def structure_key(p: Problem) -> tuple[Any, ...]:
 
     Kernels depend on dtypes, alignment, constants; packed numbers on shapes, strides, the programs' numbers, scale and dropout; schedules' sizes and strides on
     shapes, on what the mask looks at, and on the geometry of given tiles. Of a part of a larger problem, kernels depend on the dtype of its results and on
-    whether there are places, packed numbers on how many batch elements and heads come before it. Of pages, kernels depend on their
-    dtype, their size and on whether the mask must be asked; packed numbers on the form of the table and the number of sequences. The tensors of a backward are part of its name
+    whether there are places, packed numbers on how many batch elements and heads come before it. Of pages, kernels depend on their dtype and size and on
+    whether the mask must be asked, packed numbers on the form of the table and the number of sequences. The tensors of a backward are part of its name
     (plan.backward_key).
     """
     tiles, places, pages = p.tiles, p.dropout_places, p.pages
