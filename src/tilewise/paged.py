@@ -135,7 +135,7 @@ def paged_attention(
     out = output.out if v_scale is None else _times(output.out, v_scale)
     if cu_seqlens_q is None:
         return (out, output.lse) if return_lse else out
-    apart = paged.query.shape[2] == 1 and paged.pages.lengths is not None  # tokens are a batch
+    apart = paged.tokens_apart
     out = out.squeeze(2) if apart else out.squeeze(0).transpose(0, 1)
     return (out, output.lse.squeeze(2).transpose(0, 1) if apart else output.lse.squeeze(0)) if return_lse else out
 

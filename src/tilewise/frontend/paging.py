@@ -33,6 +33,7 @@ class PagedQueries(NamedTuple):
     query: Tensor
     pages: Pages
     logical: Logical
+    tokens_apart: bool = False  # the batch elements are single tokens of a packed batch
 
 
 def check_pages(k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor) -> None:
@@ -102,7 +103,7 @@ def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Te
         def of_token(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
             return number[b], position[b], kv, kv < own_lengths[b]
 
-        return PagedQueries(query.unsqueeze(2), Pages(known.table, size, own_lengths, all_attended), of_token)
+        return PagedQueries(query.unsqueeze(2), Pages(known.table, size, own_lengths, all_attended), of_token, tokens_apart=True)
     capacity = table.shape[1] * size
 
     def of_all(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
@@ -110,7 +111,7 @@ def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Te
         j = kv - n * capacity
         return n, position[q], j, (j >= 0) & (j < lengths[n])
 
-    return PagedQueries(query.transpose(0, 1).unsqueeze(0), Pages(table.reshape(1, -1), size, None), of_all)
+    return PagedQueries(query.transpose(0, 1).unsqueeze(0), Pages(table.reshape(1, -1), size, lengths, all_attended), of_all)
 
 
 class _Tokens(NamedTuple):

@@ -53,7 +53,7 @@ def _pages(p: Problem) -> tuple[int, ...]:
     """The kernel's `Pages`. A call's key covers the addresses."""
     if p.pages is None:
         return (0,) * 5
-    return p.pages.table.data_ptr(), p.pages.table.stride(0), p.pages.size, p.key.shape[0], address(p.pages.lengths)
+    return p.pages.table.data_ptr(), p.pages.table.stride(0), p.pages.size, p.key.shape[0], p.pages.lengths.data_ptr() if p.pages.one_sequence else 0
 
 
 def laid_out(t: Tensor) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class Forward:
 
     def __init__(self, p: Problem) -> None:
         decoding = splits.is_decoding(p)
-        if decoding and p.pages is not None and p.pages.all_attended:
+        if decoding and p.pages is not None and p.pages.ends_say_all:
             p = p.replaced(mask=None)
         schedule = _no_schedule() if decoding else query_schedule(p)
         values, self._keep_alive = problem_values(p, schedule)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.core.problem import Problem
 from tilewise.engines.dropout import keep_scale, threshold
 from tilewise.engines.gpu.config import dot_precision, padded_dim
-from tilewise.engines.gpu.kernel_args import AlignedStrides, AttentionConstants, Mods, PlaceArgs, Schedule, Shape, Strides
+from tilewise.engines.gpu.kernel_args import AlignedStrides, AttentionConstants, Mods, PageArgs, PlaceArgs, Schedule, Shape, Strides
 from tilewise.engines.gpu.limits import interpreted
 from tilewise.engines.gpu.mods import mod_arguments, scales
 from tilewise.engines.gpu.tile_schedule import TileSchedule
@@ -44,6 +44,13 @@ def _places_of(p: Problem) -> PlaceArgs | tuple[()]:
     return () if places is None else PlaceArgs(*places.squares, places.batch, places.head)
 
 
+def pages_of(p: Problem) -> PageArgs | tuple[()]:
+    if p.pages is None:
+        return ()
+    sequences = p.pages.lengths.shape[0] // p.batch
+    return PageArgs(p.pages.table, p.pages.lengths, p.pages.table.stride(0), sequences, p.pages.span, p.key.shape[0])
+
+
 def attention_constants(p: Problem, tile: tuple[int, int], mapped: bool, stages: int = 1, masked_stages: int = 1) -> AttentionConstants:
     """For tiles of this size. Sinks are the forward's business alone."""
     return AttentionConstants(
@@ -61,6 +68,7 @@ def attention_constants(p: Problem, tile: tuple[int, int], mapped: bool, stages:
         upcast=interpreted() and p.dtype == torch.bfloat16,
         stages=stages,
         masked_stages=masked_stages,
+        page=0 if p.pages is None else p.pages.size,
     )
 
 

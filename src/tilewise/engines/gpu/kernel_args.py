@@ -48,6 +48,17 @@ class PlaceArgs(NamedTuple):
     head: int
 
 
+class PageArgs(NamedTuple):
+    """Where keys and values lie that are in pages (core/pages.py): their strides are those of (page, head, row, dim)."""
+
+    table: Tensor
+    lengths: Tensor
+    stride: int  # of the table's rows
+    n_sequences: int  # of a batch element
+    span: int  # keys that a sequence has room for
+    n_pages: int
+
+
 class Mods(NamedTuple):
     """What turns q.k into the final score, and dropout's numbers. A generated function's arguments are (captures, ints, floats, sizes and strides)."""
 
@@ -122,6 +133,7 @@ class FwdArgs(NamedTuple):
     shape: Shape
     n_tiles: int
     mods: Mods
+    pages: PageArgs | tuple[()] = ()
 
 
 class PreprocessStrides(NamedTuple):
@@ -171,6 +183,7 @@ class AttentionConstants(KernelConstants):
     upcast: bool  # compute in float32: Triton's interpreter has no bfloat16
     stages: int  # tiles in flight
     masked_stages: int  # the same in loops that evaluate the mask
+    page: int  # rows of a page of keys and values; 0: they are in no pages
 
 
 @dataclass(frozen=True)

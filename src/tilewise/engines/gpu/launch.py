@@ -38,6 +38,8 @@ POINTER = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }
 
 
@@ -104,7 +106,11 @@ def place_squares(p: Problem, _: Find) -> tuple[Tensor, ...]:
     return () if p.dropout_places is None else p.dropout_places.squares
 
 
-CAPTURES = (mask_captures, score_captures)
+def page_tensors(p: Problem, _: Find) -> tuple[Tensor, ...]:
+    return () if p.pages is None else (p.pages.table, p.pages.lengths)
+
+
+CAPTURES = (mask_captures, score_captures, page_tensors)  # what belongs to the caller, who keeps it alive
 
 
 class Launch(NamedTuple):

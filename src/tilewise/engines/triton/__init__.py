@@ -15,12 +15,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_TILE = 16  # rows or keys that tl.dot needs
 WIDE_HEAD, WIDE_HEAD_SHARED_MEMORY = 256, 145 * 1024  # float32 gradients of wider heads take so many bytes of shared memory, in the smallest tiles
 OLDEST_GPU = (8, 0)
+FLOAT8_GPU = (8, 9)
 
 
 class TritonEngine(GpuEngine):
     name = "triton"
     summary = "fused kernels, forward, backward and decode, on NVIDIA GPUs from Ampere on"
     serves: ClassVar[Mapping[str, int]] = {"auto": 2, "flex": 1, "flash": 1}
+    takes_pages = True
 
     def refuse(self, problem: Problem) -> str | None:
         if NO_TRITON is not None:
@@ -34,6 +36,8 @@ class TritonEngine(GpuEngine):
             capability = torch.cuda.get_device_capability(problem.device)
             if capability < OLDEST_GPU:
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
+            if problem.key.dtype == torch.float8_e4m3fn and capability < FLOAT8_GPU:
+                return f"it reads float8_e4m3fn pages from compute capability {FLOAT8_GPU[0]}.{FLOAT8_GPU[1]} on, the GPU has {capability[0]}.{capability[1]}"
             wide = too_wide(problem, 10 * capability[0] + capability[1])
             if wide is not None and any([t.requires_grad for t in problem.tensors]):
                 return wide

@@ -18,7 +18,8 @@ from tilewise.engines.triton.config import is_miscompiled, table_configs
 
 class FitKey(NamedTuple):
     """All that decides which configuration is chosen, and how much shared memory it takes: what `table_config` reads, the score's program (its
-    generated function may take shared memory), the dtype of results (storing them may) and the device. Lengths, strides and contents decide neither."""
+    generated function may take shared memory), the dtypes of results, keys and values (storing and loading them may), the size of pages and the device.
+    Lengths, strides and contents decide neither."""
 
     roles: tuple[str, ...]
     head_dim: int
@@ -30,6 +31,8 @@ class FitKey(NamedTuple):
     score: str
     given_tile: tuple[int, int] | None
     device: torch.device
+    stored: torch.dtype  # of keys and values
+    page: int | None  # rows of a page
 
 
 _fitting: dict[FitKey, Configs] = {}
@@ -37,7 +40,9 @@ _fitting: dict[FitKey, Configs] = {}
 
 def fit_key(p: Problem, roles: tuple[str, ...]) -> FitKey:
     score = "" if p.score is None else p.score.program.text
-    return FitKey(roles, p.head_dim, p.v_dim, p.dtype, p.result_dtype, dot_precision(p.dtype), p.mask is not None, score, _given_tile(p), p.device)
+    inner = p.dtype, p.result_dtype, dot_precision(p.dtype)
+    stored = p.key.dtype, None if p.pages is None else p.pages.size
+    return FitKey(roles, p.head_dim, p.v_dim, *inner, p.mask is not None, score, _given_tile(p), p.device, *stored)
 
 
 def fitted(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch]) -> KernelLaunch:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tilewise.engines.gpu.kernel_args import AttentionConstants, BwdStrides, KernelConstants, Mods, PreprocessStrides, Schedule, Shape, Strides
+from tilewise.engines.gpu.kernel_args import AttentionConstants, BwdStrides, KernelConstants, Mods, PageArgs, PreprocessStrides, Schedule, Shape, Strides
 
 # -- decoding ------------------------------------------------------------------------------------------------------------
 
@@ -38,11 +38,13 @@ class DecodeSplitArgs(NamedTuple):
     shape: Shape
     n_splits: int
     mods: Mods
+    pages: PageArgs | tuple[()] = ()
 
 
 @dataclass(frozen=True)
 class DecodeSplitConstants(AttentionConstants):
     whole: bool  # there is one split: the kernel makes the output
+    has_lengths: bool  # keys are in pages, those of a batch element before args.pages.lengths[i_b]
 
 
 class DecodeCombineTensors(NamedTuple):

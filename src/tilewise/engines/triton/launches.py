@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import Problem
-from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, mods_of, schedule_of, shape_of, strides
+from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, mods_of, pages_of, schedule_of, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows
 from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
 from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
-from tilewise.engines.gpu.launch import Launch, Source, mask_captures, place_squares, score_captures
+from tilewise.engines.gpu.launch import Launch, Source, mask_captures, page_tensors, place_squares, score_captures
 from tilewise.engines.gpu.mods import dscore_of, gauge_of, mask_of, scales, scatter_of, score_of
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.engines.triton.kernel_args import (
@@ -81,13 +81,14 @@ def fwd_launch(p: Problem, tensors: FwdTensors, config: Config) -> Launch:
                 shape_of(p),
                 schedule.count,
                 mods_of(p),
+                pages_of(p),
             )
         },
         {"MASK": mask_of(p), "SCORE": score_of(p), "C": replace(constants, sinks=p.sinks is not None)},
         config.warps,
         config.stages,
         fuses(p),
-        (query_tiles(config), mask_captures, score_captures, place_squares),
+        (query_tiles(config), mask_captures, score_captures, place_squares, page_tensors),
     )
 
 
@@ -113,17 +114,22 @@ def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, co
                 shape_of(p),
                 splits,
                 mods_of(p),
+                pages_of(p),
             )
         },
         {
             "MASK": mask_of(p),
             "SCORE": score_of(p),
-            "C": DecodeSplitConstants(**vars(replace(constants, sinks=tensors.sinks is not None)), whole=out is not None),
+            "C": DecodeSplitConstants(
+                **vars(replace(constants, sinks=tensors.sinks is not None)),
+                whole=out is not None,
+                has_lengths=p.pages is not None and p.pages.one_sequence,
+            ),
         },
         config.warps,
         config.stages,
         fuses(p),
-        (mask_captures, score_captures, place_squares),
+        (mask_captures, score_captures, place_squares, page_tensors),
     )
 
 

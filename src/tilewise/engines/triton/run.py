@@ -40,6 +40,8 @@ PROGRAM, COMBINE, LONE = 0.55, 1.9, 0.5
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if p.query.numel() == 0 or p.key.numel() == 0:
         return attend_nothing(p)
+    if p.pages is not None and p.pages.ends_say_all and is_decoding(p):
+        p = p.replaced(mask=None)
     ready = plan.prepared(FORWARD, p, "triton", lambda: _prepared_forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
 

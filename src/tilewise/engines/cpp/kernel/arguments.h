@@ -41,7 +41,7 @@ struct Places {  // of a part in the whole problem, for dropout: which square of
 struct Pages {
     const i32* table;  // null: they lie in order
     i64 stride, size, count;
-    const i32* lengths;  // [batch] keys that can be attended; null: all that the table has room for
+    const i32* lengths;  // [batch] keys that can be attended; null: any that the table has room for
 };
 
 struct Problem {

@@ -14,7 +14,18 @@ the kernel that calls (see kernel_args.py).
 import triton
 import triton.language as tl
 
-from tilewise.engines.gpu.kernels.primitives import LOG2E, all_runs, dropout_keep_of, final_scores, load_rows, mask_applies, rounded_product, run_of, store_rows
+from tilewise.engines.gpu.kernels.primitives import (
+    LOG2E,
+    all_runs,
+    dropout_keep_of,
+    final_scores,
+    load_kv,
+    load_rows,
+    mask_applies,
+    rounded_product,
+    run_of,
+    store_rows,
+)
 
 CHUNK: tl.constexpr = tl.constexpr(16)  # keys, or queries, per step: less than a tile, so that there is little to compile
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -64,7 +75,7 @@ def fwd_rows(head, row, bh, i_bh, i_tile, tensors, args, MASK: tl.constexpr, SCO
             start, stop = chunk_range(args.schedule, run, n_kv, MAPPED, N)
             applies = mask_applies(args.schedule, row, run, GIVEN)
             for i_kv in tl.range(start, stop, num_stages=1):
-                b_m, b_l, b_acc = row_step(b_q, (b_m, b_l, b_acc), (head[1], head[2]), bh, o_q, i_kv, applies, tensors, args, MASK, SCORE, C)
+                b_m, b_l, b_acc = row_step(b_q, (b_m, b_l, b_acc), (head[1], head[2]), bh, o_q, i_kv, n_kv, applies, tensors, args, MASK, SCORE, C)
         b_out, b_lse = finalize_rows(b_m, b_l, b_acc, tensors.sinks, bh[1], args.mods.keep_scale, SINKS)
         o_row = i_bh.to(tl.int64) * n_q + o_q
         tl.store(tensors.max_score + o_row, b_m * LN2)
@@ -73,19 +84,19 @@ def fwd_rows(head, row, bh, i_bh, i_tile, tensors, args, MASK: tl.constexpr, SCO
 
 
 @triton.jit
-def row_step(b_q, state, kv, bh, o_q, i_kv, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
-    """CHUNK keys (chunk i_kv) of one row's online softmax. q is [1, D]; the state is maximum [1], sum [1] and weighted values [1, DV]."""
+def row_step(b_q, state, kv, bh, o_q, i_kv, n_kv, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+    """CHUNK keys (chunk i_kv) of one row's online softmax over n_kv keys. q is [1, D]; the state is maximum [1], sum [1] and weighted values [1, DV]."""
     D: tl.constexpr = C.value.d
     DV: tl.constexpr = C.value.dv
     D_TRUE: tl.constexpr = C.value.d_true
     DV_TRUE: tl.constexpr = C.value.dv_true
     DROPOUT: tl.constexpr = C.value.dropout
+    PAGE: tl.constexpr = C.value.page
     b_m, b_l, b_acc = state
-    n_kv = args.shape.n_kv
-    first, n_left = i_kv * CHUNK, n_kv - i_kv * CHUNK
+    first = i_kv * CHUNK
     o_kv = i_kv * CHUNK + tl.arange(0, CHUNK)
-    b_k = load_rows(kv[0] + first * args.strides.k[2], args.strides.k, n_left, CHUNK, D, D_TRUE).to(tl.float32)  # [CHUNK, D]
-    b_v = load_rows(kv[1] + first * args.strides.v[2], args.strides.v, n_left, CHUNK, DV, DV_TRUE).to(tl.float32)  # [CHUNK, DV]
+    b_k = load_kv(kv[0], args.strides.k, first, n_kv, bh[0], args.pages, CHUNK, D, D_TRUE, PAGE).to(tl.float32)  # [CHUNK, D]
+    b_v = load_kv(kv[1], args.strides.v, first, n_kv, bh[0], args.pages, CHUNK, DV, DV_TRUE, PAGE).to(tl.float32)  # [CHUNK, DV]
     b_s = tl.sum(b_k * b_q, 1)[None, :]  # [1, CHUNK]
     b_s = final_scores(b_s, bh, o_q[:, None], o_kv, n_kv, applies, args.mods, MASK, SCORE, True)
     b_s = rounded_product(b_s, args.mods.scale[1])

@@ -46,6 +46,58 @@ def load_rows(
 
 
 @triton.jit
+def kv_head(p, s, i_b, i_hk, PAGE: tl.constexpr):
+    """Where the keys, or values, of a head begin: of batch element i_b, or in the first page."""
+    if PAGE > 0:
+        return p + i_hk * s[1]
+    else:
+        return p + (i_b * s[0] + i_hk * s[1])
+
+
+@triton.jit
+def load_kv(
+    p_head,
+    s,
+    first,
+    n_kv,
+    i_b,
+    pages,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMNS_TRUE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BOUNDED: tl.constexpr = True,
+    NARROW: tl.constexpr = False,
+):
+    """ROWS keys or values from `first` on, a multiple of ROWS, as load_rows gives them: of the first n_kv of a head, of batch element i_b. In pages (PAGE rows
+    each), the table says where each is; an entry of it that is no page counts as the nearest. Those that no sequence has are 0 where BOUNDED."""
+    if PAGE == 0:
+        return load_rows(p_head + first * s[2], s, n_kv - first, ROWS, COLUMNS, COLUMNS_TRUE, BOUNDED, NARROW)
+    else:
+        p_table = pages.table + i_b.to(tl.int64) * pages.stride
+        o_kv = first + tl.arange(0, ROWS)
+        if PAGE // ROWS * ROWS == PAGE:  # one page has them all
+            page = nearest_page(tl.load(p_table + first // PAGE), pages)
+            if not BOUNDED:
+                return load_rows(p_head + (page * s[0] + first % PAGE * s[2]), s, ROWS, ROWS, COLUMNS, COLUMNS_TRUE, False, NARROW)
+        else:
+            page = nearest_page(tl.load(p_table + tl.minimum(o_kv, n_kv - 1) // PAGE), pages)  # [ROWS]
+        o_column = tl.arange(0, COLUMNS)
+        p = p_head + ((page * s[0] + o_kv % PAGE * s[2])[:, None] + o_column[None, :] * s[3])
+        inside = o_column[None, :] < COLUMNS_TRUE
+        if BOUNDED:  # rows that are not written may hold NaN: to find that out from the results would cost far more
+            o_sequence = tl.minimum(o_kv, n_kv - 1) // pages.span
+            n_keys = tl.load(pages.lengths + (i_b * pages.n_sequences + o_sequence))  # [ROWS]
+            inside = inside & ((o_kv < n_kv) & (o_kv - o_sequence * pages.span < n_keys))[:, None]
+        return tl.load(p, mask=inside, other=0.0)
+
+
+@triton.jit
+def nearest_page(page, pages):
+    return tl.maximum(tl.minimum(page, pages.n_pages - 1), 0)
+
+
+@triton.jit
 def store_rows(p_first, s, b_x, n_left, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TRUE: tl.constexpr):
     """Stores x [ROWS, COLUMNS] into a matrix of n_left more rows and COLUMNS_TRUE columns."""
     o_row = tl.arange(0, ROWS)

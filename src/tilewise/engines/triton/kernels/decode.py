@@ -4,7 +4,18 @@ import triton
 import triton.language as tl
 
 from tilewise.engines.gpu.kernels.nonfinite_rows import CHUNK, LN2, row_step
-from tilewise.engines.gpu.kernels.primitives import LOG2E, accumulate_pv, apply_dropout, dot_rows, final_scores, has_nonfinite, load_rows, overflowed
+from tilewise.engines.gpu.kernels.primitives import (
+    LOG2E,
+    accumulate_pv,
+    apply_dropout,
+    dot_rows,
+    final_scores,
+    has_nonfinite,
+    kv_head,
+    load_kv,
+    load_rows,
+    overflowed,
+)
 
 SEARCHED: tl.constexpr = tl.constexpr(4096)  # elements of the mask evaluated at a time, in search of keys that are attended to
 
@@ -22,6 +33,7 @@ def decode_split(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.c
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
     D_TRUE: tl.constexpr = C.value.d_true
+    PAGE: tl.constexpr = C.value.page
     n_heads, ratio, n_q, n_kv = args.shape
     n_splits = args.n_splits
     pid = tl.program_id(0)
@@ -40,48 +52,49 @@ def decode_split(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.c
     )  # [M, D]
     if C.value.upcast:
         b_q = b_q.to(tl.float32)
-    p_k = tensors.k + (i_b * args.strides.k[0] + i_hk * args.strides.k[1])
-    p_v = tensors.v + (i_b * args.strides.v[0] + i_hk * args.strides.v[1])
+    p_k = kv_head(tensors.k, args.strides.k, i_b, i_hk, PAGE)
+    p_v = kv_head(tensors.v, args.strides.v, i_b, i_hk, PAGE)
 
+    if C.value.has_lengths:  # pages may have room for far more keys than there are
+        n_kv = tl.minimum(n_kv, tl.maximum(tl.load(args.pages.lengths + i_b), 0))
     first, last = i_split, (n_kv + N - 1) // N
     if MASK is not None:
-        first, last = seen_tiles((i_b, i_h), i_q, i_split, args, MASK, C)
-    b_m, b_l, b_acc = split_tiles(b_q, (p_k, p_v), (i_b, i_h), i_q, first, last, tensors, args, MASK, SCORE, C)
+        first, last = seen_tiles((i_b, i_h), i_q, i_split, n_kv, args, MASK, C)
+    b_m, b_l, b_acc = split_tiles(b_q, (p_k, p_v), (i_b, i_h), i_q, first, last, n_kv, tensors, args, MASK, SCORE, C)
     put_rows(o_row, (b_m, b_l, b_acc), i_bh, i_split, tensors, args, C)
     if has_nonfinite(b_acc) | overflowed(b_m, b_l):
-        split_rows((p_k, p_v), i_bh, i_split, first, last, tensors, args, MASK, SCORE, C)
+        split_rows((p_k, p_v), i_bh, i_split, first, last, n_kv, tensors, args, MASK, SCORE, C)
 
 
 @triton.jit
-def seen_tiles(bh, i_q, i_split, args, MASK: tl.constexpr, C: tl.constexpr):
+def seen_tiles(bh, i_q, i_split, n_kv, args, MASK: tl.constexpr, C: tl.constexpr):
     """The first of a split's key tiles in which any row attends to anything, and the one after the last such: a search from either end, several tiles at a
     time, which costs little but where it saves the reading of keys."""
     M: tl.constexpr = C.value.m
     N: tl.constexpr = C.value.n
     AT_ONCE: tl.constexpr = 1 if M * N >= SEARCHED else SEARCHED // (M * N)  # tiles
     n_splits = args.n_splits
-    n_tiles = (args.shape.n_kv + N - 1) // N
+    n_tiles = (n_kv + N - 1) // N
     step = n_splits * AT_ONCE
     lowest, highest = n_tiles, 0
     i_kv = i_split
     while (i_kv < n_tiles) & (lowest == n_tiles):
-        lowest, highest = seen_among(bh, i_q, i_kv, args, MASK, AT_ONCE, C)
+        lowest, highest = seen_among(bh, i_q, i_kv, n_kv, args, MASK, AT_ONCE, C)
         i_kv += step
     if lowest < n_tiles:
         i_kv = i_split + (n_tiles - 1 - i_split) // step * step
         highest = 0
         while (highest == 0) & (i_kv >= i_split):  # there is one, unless somebody writes to the mask's tensors meanwhile
-            _, highest = seen_among(bh, i_q, i_kv, args, MASK, AT_ONCE, C)
+            _, highest = seen_among(bh, i_q, i_kv, n_kv, args, MASK, AT_ONCE, C)
             i_kv -= step
     return lowest, highest
 
 
 @triton.jit
-def seen_among(bh, i_q, i_kv, args, MASK: tl.constexpr, AT_ONCE: tl.constexpr, C: tl.constexpr):
+def seen_among(bh, i_q, i_kv, n_kv, args, MASK: tl.constexpr, AT_ONCE: tl.constexpr, C: tl.constexpr):
     """The same among some tiles of a split, from tile i_kv on: the number of tiles and 0 if nothing is attended to."""
     M: tl.constexpr = C.value.m
     N: tl.constexpr = C.value.n
-    n_kv = args.shape.n_kv
     n_tiles = (n_kv + N - 1) // N
     o = tl.arange(0, AT_ONCE * N)
     o_tile = i_kv + o // N * args.n_splits
@@ -132,9 +145,9 @@ def put_rows(o_row, state, i_bh, i_split, tensors, args, C: tl.constexpr):
 
 
 @triton.jit
-def split_tiles(b_q, kv, bh, i_q, first, last, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+def split_tiles(b_q, kv, bh, i_q, first, last, n_kv, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
     """Maximum [M], sum [M] and weighted values [M, DV] over a split's key tiles from `first` to `last`. Only the last tile of the sequence can reach past its
-    end."""
+    end; where a batch element has several, any can."""
     M: tl.constexpr = C.value.m
     N: tl.constexpr = C.value.n
     DV: tl.constexpr = C.value.dv
@@ -143,17 +156,19 @@ def split_tiles(b_q, kv, bh, i_q, first, last, tensors, args, MASK: tl.constexpr
     b_l = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, DV], tl.float32)
     n_splits = args.n_splits
-    whole = tl.minimum(last, args.shape.n_kv // N)
+    whole = tl.minimum(last, n_kv // N)
+    if (C.value.page > 0) and not C.value.has_lengths:
+        whole = first
     for i_kv in tl.range(first, whole, n_splits, num_stages=STAGES):
-        b_m, b_l, b_acc = split_tile(b_q, (b_m, b_l, b_acc), kv, bh, i_q, i_kv, tensors, args, MASK, SCORE, False, C)
+        b_m, b_l, b_acc = split_tile(b_q, (b_m, b_l, b_acc), kv, bh, i_q, i_kv, n_kv, tensors, args, MASK, SCORE, False, C)
     rest = first + (tl.maximum(whole - first, 0) + n_splits - 1) // n_splits * n_splits
     for i_kv in tl.range(rest, last, n_splits, num_stages=1):
-        b_m, b_l, b_acc = split_tile(b_q, (b_m, b_l, b_acc), kv, bh, i_q, i_kv, tensors, args, MASK, SCORE, True, C)
+        b_m, b_l, b_acc = split_tile(b_q, (b_m, b_l, b_acc), kv, bh, i_q, i_kv, n_kv, tensors, args, MASK, SCORE, True, C)
     return b_m, b_l, b_acc
 
 
 @triton.jit
-def split_tile(b_q, state, kv, bh, i_q, i_kv, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, BOUNDED: tl.constexpr, C: tl.constexpr):
+def split_tile(b_q, state, kv, bh, i_q, i_kv, n_kv, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, BOUNDED: tl.constexpr, C: tl.constexpr):
     """One key tile of the online softmax: P = 2^(s - max), l = l decay + sum P, acc = acc decay + P V."""
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
@@ -161,14 +176,11 @@ def split_tile(b_q, state, kv, bh, i_q, i_kv, tensors, args, MASK: tl.constexpr,
     D_TRUE: tl.constexpr = C.value.d_true
     DV_TRUE: tl.constexpr = C.value.dv_true
     PRECISION: tl.constexpr = C.value.precision
+    PAGE: tl.constexpr = C.value.page
     b_m, b_l, b_acc = state
-    n_kv = args.shape.n_kv
-    n_left = n_kv - i_kv * N
     o_kv = i_kv * N + tl.arange(0, N)
-    b_k = load_rows(kv[0] + i_kv * N * args.strides.k[2], args.strides.k, n_left, N, D, D_TRUE, BOUNDED)  # [N, D]
-    b_v = load_rows(kv[1] + i_kv * N * args.strides.v[2], args.strides.v, n_left, N, DV, DV_TRUE, BOUNDED)  # [N, DV]
-    if C.value.upcast:
-        b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
+    b_k = load_kv(kv[0], args.strides.k, i_kv * N, n_kv, bh[0], args.pages, N, D, D_TRUE, PAGE, BOUNDED).to(b_q.dtype)  # [N, D]
+    b_v = load_kv(kv[1], args.strides.v, i_kv * N, n_kv, bh[0], args.pages, N, DV, DV_TRUE, PAGE, BOUNDED).to(b_q.dtype)  # [N, DV]
     b_s = dot_rows(b_q, b_k, PRECISION)  # S = Q K^T [M, N]
     b_s = final_scores(b_s, bh, i_q, o_kv, n_kv, -1, args.mods, MASK, SCORE, BOUNDED or MASK is not None)
     c = args.mods.scale[1]
@@ -184,7 +196,7 @@ def split_tile(b_q, state, kv, bh, i_q, i_kv, tensors, args, MASK: tl.constexpr,
 
 
 @triton.jit
-def split_rows(kv, i_bh, i_split, first, last, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+def split_rows(kv, i_bh, i_split, first, last, n_kv, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
     """The packed rows again, one at a time (see nonfinite_rows.py)."""
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
@@ -203,7 +215,7 @@ def split_rows(kv, i_bh, i_split, first, last, tensors, args, MASK: tl.constexpr
         o_q = i_q + tl.arange(0, 1)
         for i_kv in range(first, last, args.n_splits):
             for i_chunk in tl.range(i_kv * (N // CHUNK), (i_kv + 1) * (N // CHUNK), num_stages=1):
-                b_m, b_l, b_acc = row_step(b_q, (b_m, b_l, b_acc), kv, (i_b, i_h), o_q, i_chunk, -1, tensors, args, MASK, SCORE, C)
+                b_m, b_l, b_acc = row_step(b_q, (b_m, b_l, b_acc), kv, (i_b, i_h), o_q, i_chunk, n_kv, -1, tensors, args, MASK, SCORE, C)
         put_rows(row + tl.arange(0, 1), (b_m, b_l, b_acc), i_bh, i_split, tensors, args, C)
 
 
