@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewise.core.problem import Problem
+from tilewise.core.problem import FLOAT8, Problem
 from tilewise.engines.dropout import refuse_scattered
 from tilewise.engines.gpu.engine import GpuEngine, PassModule
 from tilewise.engines.gpu.limits import NO_TRITON, cannot_launch, interpreted, rows_too_far_apart, shared_memory
@@ -36,8 +36,8 @@ class TritonEngine(GpuEngine):
             capability = torch.cuda.get_device_capability(problem.device)
             if capability < OLDEST_GPU:
                 return f"the GPU has compute capability {capability[0]}.{capability[1]}; {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer is needed"
-            if problem.key.dtype == torch.float8_e4m3fn and capability < FLOAT8_GPU:
-                return f"it reads float8_e4m3fn pages from compute capability {FLOAT8_GPU[0]}.{FLOAT8_GPU[1]} on, the GPU has {capability[0]}.{capability[1]}"
+            if problem.key.dtype in FLOAT8 and capability < FLOAT8_GPU:
+                return f"it reads float8 pages from compute capability {FLOAT8_GPU[0]}.{FLOAT8_GPU[1]} on, the GPU has {capability[0]}.{capability[1]}"
             wide = too_wide(problem, 10 * capability[0] + capability[1])
             if wide is not None and any([t.requires_grad for t in problem.tensors]):
                 return wide

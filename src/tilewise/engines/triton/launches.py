@@ -121,9 +121,7 @@ def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, co
             "MASK": mask_of(p),
             "SCORE": score_of(p),
             "C": DecodeSplitConstants(
-                **vars(replace(constants, sinks=tensors.sinks is not None)),
-                whole=out is not None,
-                has_lengths=p.pages is not None and p.pages.one_sequence,
+                **vars(replace(constants, sinks=tensors.sinks is not None)), whole=out is not None, has_lengths=p.pages is not None and p.pages.one_sequence
             ),
         },
         config.warps,
