@@ -131,20 +131,38 @@ def test_other_sizes_of_pages_and_batches() -> None:
             assert together(model, **sizes) == wanted
 
 
-NARROWER = (continuous_batching, "_causal", lambda usual, window: usual(12 if window is None else window - 1))
-NO_SINKS = (client, "_changes", lambda usual, cap, bias, added, sinks: usual(cap, bias, added, None))
-OTHER_SOFTCAP = (client, "_changes", lambda usual, cap, *others: usual(2 * cap, *others))
+WRONG = {
+    "narrower": (continuous_batching, "_causal", lambda usual, window: usual(12 if window is None else window - 1)),
+    "no sinks": (client, "_changes", lambda usual, cap, bias, added, sinks: usual(cap, bias, added, None)),
+    "other softcap": (client, "_changes", lambda usual, cap, *others: usual(2 * cap, *others)),
+}
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(("tiny", "wrong"), [(LLAMA, NARROWER), (MISTRAL, NARROWER), (GPT_OSS, NO_SINKS), (UNTIED_GEMMA2, OTHER_SOFTCAP)], ids=str)
-def test_tokens_tell_what_a_layer_asks_for(tiny: Tiny, wrong: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tiny", "wrong"), [(LLAMA, "narrower"), (MISTRAL, "narrower"), (GPT_OSS, "no sinks"), (UNTIED_GEMMA2, "other softcap")], ids=str)
+def test_tokens_tell_what_a_layer_asks_for(tiny: Tiny, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: asked for something else, tokens are others."""
     model, wanted = made(tiny)
-    module, name, change = wrong
+    module, name, change = WRONG[wrong]
     monkeypatch.setattr(module, name, partial(change, getattr(module, name)))
     with client.continuous_batching():
         assert together(model) != wanted
+
+
+def test_the_pages_of_a_step_are_made_once() -> None:
+    """And anew for whatever they are made of."""
+    offsets, rows = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([8, 9, 10, 16, 17, 18, 19, 4])
+    where = continuous_batching._where
+    made = where(rows, offsets, 5, 4)
+    assert made.table.tolist() == [[2, 4], [4, 1]] and made.lengths.tolist() == [3, 5]  # the second of the first sequence is not its own, and not looked at
+    assert where(rows, offsets, 5, 4) is made
+    assert where(None, offsets, 5, 1).table.tolist() == [[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]]
+    assert where(rows, offsets, 3, 4).table.tolist() == [[2], [4]]
+    assert where(rows, offsets, 5, 2).table.tolist() == [[4, 5, 8], [8, 9, 2]]
+    rows[7] = 12
+    assert where(rows, offsets, 5, 4).table.tolist() == [[2, 4], [4, 3]]
+    offsets[1] = 4
+    assert where(rows, offsets, 5, 4).lengths.tolist() == [4, 4]
 
 
 @pytest.mark.usefixtures("registered")

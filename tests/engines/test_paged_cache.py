@@ -1,6 +1,7 @@
 """PagedCache: sequences that grow, leave and come, against the keys and values they were given in order."""
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -79,16 +80,23 @@ def test_sequences_come_and_go() -> None:
     assert cache.page_table is table and cache.lengths is lengths
 
 
-def test_decoding_is_the_same_call() -> None:
-    """Steps of one token for each of as many sequences have the same tensors, made in inference mode or not."""
+def test_decoding_is_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one token for each of as many sequences have the same tensors, made in inference mode or not, and are planned once for all steps and layers."""
+    made = []
+    module = sys.modules["tilewise.attention"]  # the name stands for the function
+    usual = module.make_problem
+    monkeypatch.setattr(module, "make_problem", lambda *args: made.append(1) or usual(*args))
     history = History(make())
     slots = [history.cache.allocate() for _ in range(3)]
     history.step({slot: 2 + slot for slot in slots})
+    assert len(made) == 1
     first = history.step({slots[0]: 1, slots[2]: 1})
+    history.step({slots[1]: 1, slots[2]: 1})
+    assert len(made) == 2
     with torch.inference_mode():
         second = history.cache.append({slots[1]: 1, slots[0]: 1})
     assert first.one_each and all(a is b for a, b in zip(first, second, strict=True))
-    assert second.kv_lengths.tolist() == [4, 4] and not second.rows.is_inference()
+    assert second.kv_lengths.tolist() == [5, 4] and not second.rows.is_inference()
     assert history.cache.append({slots[0]: 1}).rows is not second.rows and not history.cache.append({slots[0]: 2}).one_each
 
 

@@ -16,7 +16,7 @@ from tilewise import masks
 from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_key
 from tilewise.core.weak_cache import WeakCache
-from tilewise.errors import BackendError
+from tilewise.errors import BackendError, InputError
 from tilewise.masks import Mask
 from tilewise.memory import can_be_looked_at
 from tilewise.paged import paged_attention
@@ -63,7 +63,7 @@ def let_in(name: str) -> Iterator[None]:
 class Layer(NamedTuple):
     """What a layer asks for besides its keys."""
 
-    number: int
+    number: int | None
     window: int | None  # keys that a query sees, its own included
     changes: Sequence[Any]  # of scores
     scale: float | None
@@ -71,6 +71,8 @@ class Layer(NamedTuple):
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, cache: Any, layer: Layer, step: dict[str, Any]) -> Tensor:
     """(1, heads, tokens, head dim) in, (1, tokens, heads, head dim) out. New keys and values are stored in the cache. `step` is the library's description."""
+    if not hasattr(cache, "layer_to_allocator") or step.get("block_table") is not None:
+        raise InputError(f"{type(cache).__name__} is not the paged cache of transformers 5.22, in steps as made for the implementation 'tilewise'")
     allocator = cache.layer_to_allocator[layer.number]
     history = step["read_index"][allocator.index]  # the row of every key in the cache; empty in a step of whole prompts
     reads_pages = history.numel() > 0 and allocator.supports_block_table
@@ -111,12 +113,15 @@ _known: WeakCache[_Where] = WeakCache(MAX_STEPS)
 
 
 def _where(history: Tensor | None, kv_offsets: Tensor, longest: int, size: int) -> _Where:
-    """The pages of each sequence: those that the rows of `history` are in, or all rows in order. Made once for the layers of a step, by the contents of both,
-    but in CUDA graphs, which must make it themselves."""
+    """The pages of each sequence: those that the rows of `history` are in, or all rows in order. Made once for the layers of a step.
+
+    The key is what the contents of both are known by, the longest sequence, the size of a page, and the stream on which the tensors were made: another might
+    read them too soon. A CUDA graph must make them itself.
+    """
     sources = (kv_offsets,) if history is None else (kv_offsets, history)
-    capturing = kv_offsets.is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing, stream = (torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream) if kv_offsets.is_cuda else (False, 0)
     contents = None if capturing or not all([can_be_looked_at(t) for t in sources]) else contents_key(sources)
-    key = None if contents is None else (contents, longest, size)
+    key = None if contents is None else (contents, longest, size, stream)
     found = None if key is None else _known.find(key, sources)
     if found is not None:
         return found

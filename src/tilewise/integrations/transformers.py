@@ -275,9 +275,12 @@ def attention_forward(
     """transformers' attention interface: (batch, heads, sequence, head dim) in, (batch, sequence, heads, head dim) out."""
     _refuse(kwargs)
     if cache is not None:  # a step of continuous batching says itself who sees what
+        if dropout or position_bias is not None:
+            what = f"dropout={dropout}" if dropout else "a position bias"
+            raise InputError(f"the paged cache of continuous batching is for generating, and not served with {what}: model.eval(), or generate()")
         if isinstance(attention_mask, TracedMask):
             attention_mask.use()
-        layer = Layer(module.layer_idx, sliding_window, _changes(softcap, None, None, s_aux), scaling)  # type: ignore[arg-type]
+        layer = Layer(getattr(module, "layer_idx", None), sliding_window, _changes(softcap, None, None, s_aux), scaling)
         return cached_attention(query, key, value, cache, layer, kwargs), None
     shared = bool(scopes) and _is_shared(module, query, key, is_causal)
     if shared:  # the model's mask is of local tokens: the plan's has the whole sequence
