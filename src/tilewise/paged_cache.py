@@ -20,7 +20,7 @@ class Step(NamedTuple):
     """New tokens of some sequences, packed in the order in which append() was given these. To be used until the next append().
 
     Attributes:
-        page_table: (sequences, most pages), int32: for paged_attention, as are the next two.
+        page_table: (sequences, most pages), int32, for paged_attention, as are the next two. With one new token each, as wide as the cache's; else as needed.
         kv_lengths: (sequences,), int32, the new tokens included.
         cu_seqlens_q: (sequences + 1,), int32: where each sequence's new tokens begin.
         positions: (tokens,), int64: of each new token in its sequence.
@@ -177,7 +177,7 @@ class PagedCache:
         self._free_slots.append(slot)
         del self._lengths[slot]
         with torch.inference_mode(False):
-            self.lengths[slot] = 0
+            self.lengths[slot].zero_()
 
     def _needed(self, counts: Mapping[int, int]) -> list[int]:
         """New pages for each slot."""
@@ -204,10 +204,12 @@ class PagedCache:
         offsets = torch.cat([count.new_zeros(1), count.cumsum(0)])
         number = torch.repeat_interleave(torch.arange(len(slots), device=device), count, output_size=tokens)
         positions = torch.arange(tokens, device=device) + (start - offsets[:-1])[number]
-        table = self.page_table.index_select(0, at)
+        one_each = all(n == 1 for n in counts)
+        most = None if one_each else self.pages_for(max(map(sum, zip(starts, counts, strict=True)), default=0))  # tile maps need not cover what nobody has
+        table = self.page_table[:, :most].index_select(0, at)
         rows = table[number, positions // self.page_size].long() * self.page_size + positions % self.page_size
-        made = Step(table, lengths, offsets.int(), positions, rows, all(n == 1 for n in counts))
-        if not made.one_each:
+        made = Step(table, lengths, offsets.int(), positions, rows, one_each)
+        if not one_each:
             return made
         kept = self._decoding.setdefault(len(slots), made)
         if kept is not made:
@@ -216,7 +218,9 @@ class PagedCache:
         return kept
 
     def _tensor(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.lengths.device)
+        """From pinned memory, so that the host need not wait for the work before."""
+        on_gpu = self.lengths.is_cuda
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu).to(self.lengths.device, non_blocking=on_gpu)
 
     # -- keys and values -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
@@ -89,19 +90,19 @@ def registered() -> Iterator[None]:
     client.unregister()
 
 
-def alone(model: PreTrainedModel) -> list[list[int]]:
-    return [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0, len(p) :].tolist() for p in PROMPTS]
+def alone(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    return [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0, len(p) :].tolist() for p in prompts]
 
 
-def together(model: PreTrainedModel, **sizes: Any) -> list[list[int]]:
+def together(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **sizes: Any) -> list[list[int]]:
     settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    answers = model.generate_batch(PROMPTS, settings, continuous_batching_config=ContinuousBatchingConfig(**(SMALL | sizes)), progress_bar=False)
+    answers = model.generate_batch(prompts, settings, continuous_batching_config=ContinuousBatchingConfig(**(SMALL | sizes)), progress_bar=False)
     return [answers[name].generated_tokens for name in sorted(answers, key=lambda name: int(name.rpartition("_")[2]))]
 
 
-def made(tiny: Tiny) -> tuple[Any, list[list[int]]]:
+def made(tiny: Tiny, prompts: list[list[int]] = PROMPTS) -> tuple[Any, list[list[int]]]:
     model = tiny.make().eval()
-    wanted = alone(model)
+    wanted = alone(model, prompts)
     model.set_attn_implementation("tilewise")
     return model, wanted
 
@@ -129,6 +130,25 @@ def test_other_sizes_of_pages_and_batches() -> None:
     with client.continuous_batching():
         for sizes in ({"page_size": 4, "max_batch_tokens": 64}, {"page_size": 32, "max_batch_tokens": 7}):
             assert together(model, **sizes) == wanted
+
+
+@pytest.mark.usefixtures("registered")
+def test_requests_that_share_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same first 20 tokens: later requests have the two full pages of the first in their tables."""
+    prompts = [PROMPTS[2][:20] + prompt for prompt in PROMPTS]
+    model, wanted = made(LLAMA, prompts)
+    shared, usual = [], PagedAttentionCache.search_prefix_match
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", lambda *args: shared.append(usual(*args)) or shared[-1])
+    with client.continuous_batching():
+        assert together(model, prompts) == wanted
+    assert max(shared) == 16
+
+
+@pytest.mark.usefixtures("registered")
+def test_requests_that_wait_for_pages() -> None:
+    model, wanted = made(LLAMA)
+    with client.continuous_batching():
+        assert together(model, num_blocks=6) == wanted
 
 
 WRONG = {
