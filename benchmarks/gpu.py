@@ -354,7 +354,11 @@ def paged(args: argparse.Namespace) -> list[list[str]]:
 
         def rate(calls: list[Callable[[], Any]], size: float = bytes_read) -> float:
             turns = itertools.cycle(calls)
-            return size / statistics.median(graphed(lambda: next(turns)()) for _ in range(TURNS)) / 1e9
+
+            def one() -> None:
+                next(turns)()
+
+            return size / statistics.median(graphed(one) for _ in range(TURNS)) / 1e9
 
         caches = [[torch.randn(batch * length, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(count)]
         in_order = rate(

@@ -44,6 +44,7 @@ LAYERS = {
     "flex": "torch FlexAttention's interface",
     "varlen": "packed sequences",
     "paged": "keys and values in pages",
+    "paged_cache": "pages, table and lengths of growing sequences",
     "functional": "torch SDPA's interface",
     "tools.words": "numbers and nouns in messages",
     "tools.html": "tables for notebooks",

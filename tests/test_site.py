@@ -38,6 +38,8 @@ PAGES = {
 PARTS = [
     "tilewise.attention",
     "tilewise.varlen",
+    "tilewise.paged",
+    "tilewise.paged_cache",
     "tilewise.tools.explain",
     "tilewise.tools.watch",
     "tilewise.tools.build",
@@ -83,7 +85,9 @@ def test_public_modules_say_what_is_public(module: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads came with Python 3.11")
-@pytest.mark.parametrize("function", [tilewise.attention, tilewise.varlen_attention, tilewise.flex.flex_attention, tilewise.nn.Attention.forward])
+@pytest.mark.parametrize(
+    "function", [tilewise.attention, tilewise.varlen_attention, tilewise.paged_attention, tilewise.flex.flex_attention, tilewise.nn.Attention.forward]
+)
 def test_return_lse_decides_the_type(function: Any) -> None:
     from typing import get_overloads  # type: ignore[attr-defined,unused-ignore]  # Python 3.11 and newer have it
 

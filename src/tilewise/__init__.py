@@ -12,6 +12,7 @@ from tilewise.errors import BackendError, InputError, TilewiseError, TraceError
 from tilewise.frontend.dispatch import attention_backend
 from tilewise.functional import intercept_sdpa
 from tilewise.paged import paged_attention
+from tilewise.paged_cache import PagedCache
 from tilewise.tiles import TileMap, tile_map
 from tilewise.tools.build import build_flex_attention_kernels, build_kernels
 from tilewise.tools.explain import Explanation, backends, explain
@@ -22,6 +23,7 @@ __all__ = [
     "BackendError",
     "Explanation",
     "InputError",
+    "PagedCache",
     "TileMap",
     "TilewiseError",
     "TraceError",

@@ -15,6 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 GUIDES = [
     *[path for folder in ("clients", "guides", "recipes") for path in sorted((DOCS / folder).glob("*.md"))],
     DOCS / "sparse.md",
+    DOCS / "serving.md",
     DOCS / "troubleshooting.md",
     DOCS / "index.md",
 ]

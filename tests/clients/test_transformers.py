@@ -632,7 +632,9 @@ def test_a_mask_of_the_caller_is_no_dropped_mask() -> None:
 
 MISTAKES = {
     "weights": ({"output_attentions": True}, "forms no attention weights"),
-    "a paged cache": ({"cache": object()}, "paged cache"),
+    "an unknown cache": ({"cache": object()}, "object is not the paged cache"),
+    "a paged cache in training": ({"cache": object(), "dropout": 0.1}, "not served with dropout=0.1"),
+    "a paged cache and a bias": ({"cache": object(), "position_bias": torch.zeros(1, 1, 5, 5)}, "not served with a position bias"),
     "keys that an indexer chose": ({"block_indices": torch.zeros(1, 1, 5, 2, dtype=torch.long)}, "chooses its keys by block_indices.*route"),
     "lengths only": ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "position_ids that start again"),
 }

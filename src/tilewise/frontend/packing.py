@@ -99,7 +99,8 @@ def packed_tokens(packed: Packed) -> PackedTokens:
     if torch.compiler.is_compiling():  # contents are unknown there
         return PackedTokens(packed)
     offsets = (packed.q_offsets,) if packed.q_offsets is packed.kv_offsets else (packed.q_offsets, packed.kv_offsets)
-    key = _key(packed, offsets)
+    contents = contents_on_stream(offsets, packed.query.device)
+    key = None if contents is None else (contents, packed.query.shape[0], packed.key.shape[0])
     found = None if key is None else _known.find(key, offsets)
     if found is not None and found.are_of(packed):
         return found
@@ -113,20 +114,22 @@ def packed_tokens(packed: Packed) -> PackedTokens:
     return made
 
 
-def _key(packed: Packed, offsets: tuple[Tensor, ...]) -> Any:
-    if not can_be_looked_at(packed.q_offsets) or not can_be_looked_at(packed.kv_offsets):
+def contents_on_stream(tensors: tuple[Tensor, ...], device: torch.device) -> Any:
+    """What tensors made from the contents of these are known by: their contents, the device, and the stream that makes them. None where contents have no key,
+    and in a capture of a CUDA graph."""
+    if not all([can_be_looked_at(t) for t in tensors]):
         return None
-    contents = contents_key(offsets)
+    contents = contents_key(tensors)
     if contents is None:
         return None
-    device, stream = packed.query.device, 0
+    stream = 0
     if device.type == "cuda":
         from tilewise.engines.gpu.driver import is_capturing, stream_of
 
         stream = stream_of(device)
         if is_capturing(stream):
             return None
-    return contents, packed.query.shape[0], packed.key.shape[0], device, stream
+    return contents, device, stream
 
 
 def sequence_and_position(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.map_cache import contents_key
 from tilewise.core.pages import Pages
 from tilewise.core.recording import unrecorded
 from tilewise.core.weak_cache import WeakCache
 from tilewise.errors import InputError
-from tilewise.frontend.packing import check_contents, check_offsets, sequence_and_position
+from tilewise.frontend.packing import check_contents, check_offsets, contents_on_stream, sequence_and_position
 from tilewise.masks import Mask
 from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.named import Named
@@ -131,12 +130,12 @@ _known: WeakCache[_Tokens] = WeakCache(MAX_BATCHES)
 def _tokens_of(query: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor) -> _Tokens:
     """Made once for the contents of table, lengths and offsets: all layers of a step share it, and with it their calls' keys.
 
-    The key is what the contents are known by and the number of tokens. Tensors without such a key, and those in a CUDA graph, which must make these itself,
-    are looked at in every call.
+    The key is what the contents are known by, the number of tokens, and the stream on which the tensors were made: another might read them too soon. Tensors
+    without such a key, and those in a CUDA graph, which must make these itself, are looked at in every call.
     """
     sources = (table, lengths, offsets)
-    contents = contents_key(sources) if all([can_be_looked_at(t) for t in sources]) and not _is_capturing(query) else None
-    key = None if contents is None else (contents, query.shape[0], query.device)
+    contents = contents_on_stream(sources, query.device)
+    key = None if contents is None else (contents, query.shape[0])
     found = None if key is None else _known.find(key, sources)
     if found is not None:
         return found
@@ -151,10 +150,6 @@ def _tokens_of(query: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor) -
     if key is not None:
         _known.keep(key, sources, made)
     return made
-
-
-def _is_capturing(query: Tensor) -> bool:
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 # -- masks and scores ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
     model = AutoModel.from_pretrained(path, attn_implementation="tilewise")     # or model.set_attn_implementation("tilewise")
 
 Masks stay functions: the mask that transformers describes is traced once for all layers, and never becomes a (queries, keys) tensor.
+
+    with tilewise.integrations.transformers.continuous_batching():
+        model.generate_batch(prompts)                                           # or a manager made here, and used for as long as you like
 """
 
 from collections.abc import Callable
@@ -22,13 +25,14 @@ from tilewise.flex import mask_for
 from tilewise.frontend import mask_tensors
 from tilewise.frontend.shared_sequence import scopes
 from tilewise.integrations import step_masks
+from tilewise.integrations.continuous_batching import Layer, cached_attention, let_in
 from tilewise.integrations.library_masks import Parts, parts_of
 from tilewise.integrations.step_masks import Sight
 from tilewise.integrations.traced_mask import TracedMask, dropped_mask
 from tilewise.masks import Mask
 from tilewise.memory import can_be_looked_at
 
-__all__ = ["register", "unregister"]
+__all__ = ["continuous_batching", "register", "unregister"]
 
 NAME = "tilewise"
 
@@ -44,6 +48,14 @@ def unregister() -> None:
     """Removes `tilewise`. Switch models that use it to another implementation first."""
     for interface in _interfaces():
         interface._global_mapping.pop(NAME, None)
+
+
+def continuous_batching() -> AbstractContextManager[None]:
+    """A scope in which models with the implementation `tilewise` are let into continuous batching: `generate_batch`, `init_continuous_batching`.
+
+    transformers asks when a manager is made. Made inside the scope, it can be used outside, too. Other models are treated as ever.
+    """
+    return let_in(NAME)
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -257,10 +269,19 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (batch, heads, sequence, head dim) in, (batch, sequence, heads, head dim) out."""
     _refuse(kwargs)
+    if cache is not None:  # a step of continuous batching says itself who sees what
+        if dropout or position_bias is not None:
+            what = f"dropout={dropout}" if dropout else "a position bias"
+            raise InputError(f"the paged cache of continuous batching is for generating, and not served with {what}: model.eval(), or generate()")
+        if isinstance(attention_mask, TracedMask):
+            attention_mask.use()
+        layer = Layer(getattr(module, "layer_idx", None), sliding_window, _changes(softcap, None, None, s_aux), scaling)
+        return cached_attention(query, key, value, cache, layer, kwargs), None
     shared = bool(scopes) and _is_shared(module, query, key, is_causal)
     if shared:  # the model's mask is of local tokens: the plan's has the whole sequence
         if isinstance(attention_mask, Tensor):
@@ -269,20 +290,19 @@ def attention_forward(
     else:
         mask, added = _mask_and_bias(module, query, key, attention_mask, sliding_window, is_causal)
         _check_packing(kwargs, mask)
-    changes: list[Any] = []
-    if softcap is not None:
-        changes.append(_softcap(softcap))
-    if position_bias is not None:
-        changes.append(scores.bias(position_bias[..., : key.shape[2]]))
-    if added is not None:
-        changes.append(added)
-    if s_aux is not None:
-        changes.append(scores.sinks(s_aux))
+    changes = _changes(softcap, None if position_bias is None else scores.bias(position_bias[..., : key.shape[2]]), added, s_aux)
     if shared:
         out = scopes[-1].attention(query, key, value, mask, changes, Options(scaling, dropout), "bhsd", None, None, False)
     else:
         out = attention(query, key, value, mask=mask, score=changes, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _changes(softcap: float | None, bias: scores.Score | None, added: scores.Score | None, sinks: Tensor | None) -> list[Any]:
+    """Of scores, in order."""
+    changes: list[Any] = [] if softcap is None else [_softcap(softcap)]
+    changes += [score for score in (bias, added) if score is not None]
+    return changes if sinks is None else [*changes, scores.sinks(sinks)]
 
 
 def _is_shared(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> bool:
@@ -352,8 +372,6 @@ def _without_a_mask(module: nn.Module, query: Tensor, sliding_window: int | None
 def _refuse(kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise InputError("tilewise forms no attention weights: for output_attentions=True use attn_implementation='eager'")
-    if kwargs.get("cache") is not None:
-        raise InputError("tilewise does not serve the paged cache of continuous batching: use attn_implementation='sdpa' there, or generate()")
     for name in ("indices", "block_indices"):  # keys that an indexer chose (DeepSeek V3.2, MiniMax M3)
         if kwargs.get(name) is not None:
             raise InputError(
