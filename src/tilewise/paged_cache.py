@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.core.problem import FLOAT8
 from tilewise.errors import InputError, MisuseError
 from tilewise.paged import paged_attention
 from tilewise.scores import ScoreFunction
 
 __all__ = ["PagedCache", "Step"]
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Step(NamedTuple):
