@@ -18,6 +18,7 @@ from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
 from tilewise.frontend.call_key import CallKey, key_of
 from tilewise.frontend.dispatch import check_name, is_logged, log, must_choose, observers, requested_backend, tell_observers
+from tilewise.frontend.kv_scales import kv_scales
 from tilewise.frontend.shared_sequence import scopes
 from tilewise.frontend.token_order import token_permute, token_unpermute
 from tilewise.scores import ScoreFunction
@@ -34,6 +35,8 @@ def attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -55,6 +58,8 @@ def attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -76,6 +81,8 @@ def attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -96,6 +103,8 @@ def attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -118,6 +127,8 @@ def attention(
             (batch, keys) padding mask. Causal masks align upper-left.
         score: A function f(score, b, h, q, kv), one of tilewise.scores, or several, applied in order.
         scale: 1 / sqrt(head dim) unless given.
+        k_scale: What keys were divided by before they were stored, one number or one for each key head: for float8.
+        v_scale: The same for values.
         dropout_p: Dropout of the weights.
         is_causal: Adds masks.causal to whatever mask is given: query i attends to keys 0 to i.
         enable_gqa: Allow fewer key heads than query heads.
@@ -137,6 +148,8 @@ def attention(
     except AttributeError:
         kinds = ", ".join([type(t).__name__ for t in (query, key, value)])
         raise InputError(f"query, key and value must be torch tensors, got {kinds}; torch.from_numpy makes one of a numpy array") from None
+    if k_scale is not None or v_scale is not None:
+        return _scaled(query, key, value, mask, score, options, layout, heads, backend, return_lse, k_scale, v_scale)
     if scopes and scopes[-1].holds(query, key, layout, heads):
         shared: Tensor | tuple[Tensor, Tensor] = scopes[-1].attention(query, key, value, mask, score, options, layout, heads, backend, return_lse)
         return shared
@@ -147,6 +160,31 @@ def attention(
         return (output.out, output.lse) if return_lse else output.out
     output = run(*_as_bhsd(query, key, value, layout, heads), mask, score, options, backend, return_lse)
     out = from_bhsd(output.out, layout, flat=query.dim() == 3)
+    return (out, output.lse) if return_lse else out
+
+
+def _scaled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    score: Any,
+    options: Options,
+    layout: str,
+    heads: int | None,
+    backend: str | None,
+    return_lse: bool,
+    k_scale: Any,
+    v_scale: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Keys and values that were divided by scales before they were stored."""
+    if query.is_nested or (scopes and scopes[-1].holds(query, key, layout, heads)):
+        raise InputError("k_scale and v_scale are not available for nested tensors and sequences that several ranks share; multiply keys and values instead")
+    q, k, v = _as_bhsd(query, key, value, layout, heads)
+    scales = kv_scales(k_scale, v_scale, k.shape[1], q.device)
+    score, options = scales.applied(q, score, options)
+    output = run(q, k, v, mask, score, options, backend, return_lse)
+    out = from_bhsd(scales.of_output(output.out), layout, flat=query.dim() == 3)
     return (out, output.lse) if return_lse else out
 
 

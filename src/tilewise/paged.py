@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tilewise.attention import run
-from tilewise.core.problem import Options, default_scale
+from tilewise.core.problem import Options
 from tilewise.errors import InputError
+from tilewise.frontend.kv_scales import kv_scales
 from tilewise.frontend.paging import batched, check_pages, in_pages, packed
 from tilewise.scores import ScoreFunction
 
@@ -126,32 +127,13 @@ def paged_attention(
         paged = batched(query, size, table, lengths, mask is None)
     else:
         paged = packed(query, size, table, lengths, cu_seqlens_q, mask is None)
-    k_scale, v_scale = _scales(k_scale, kv_heads, "k_scale", query), _scales(v_scale, kv_heads, "v_scale", query)
-    if isinstance(k_scale, float):
-        scale, k_scale = k_scale * (default_scale(query.shape[-1]) if scale is None else scale), None
-    within, scores = in_pages(paged, mask, score, k_scale, page_table.shape[0])
-    options = Options(scale=scale, enable_gqa=True)
+    scales = kv_scales(k_scale, v_scale, kv_heads, query.device)
+    within, scores = in_pages(paged, mask, score, page_table.shape[0])
+    scores, options = scales.applied(paged.query, scores, Options(scale=scale, enable_gqa=True))
     output = run(paged.query, k_pages.transpose(1, 2), v_pages.transpose(1, 2), within, scores, options, backend, return_lse, paged.pages)
-    out = output.out if v_scale is None else _times(output.out, v_scale)
+    out = scales.of_output(output.out)
     if cu_seqlens_q is None:
         return (out, output.lse) if return_lse else out
     apart = paged.tokens_apart
     out = out.squeeze(2) if apart else out.squeeze(0).transpose(0, 1)
     return (out, output.lse.squeeze(2).transpose(0, 1) if apart else output.lse.squeeze(0)) if return_lse else out
-
-
-def _scales(given: float | Tensor | None, kv_heads: int, name: str, query: Tensor) -> float | Tensor | None:
-    """A number, or one float32 for each kv head."""
-    if given is None or isinstance(given, (float, int)):
-        return given if given is None else float(given)
-    if not isinstance(given, Tensor) or not given.is_floating_point() or given.shape not in ((), (1,), (kv_heads,)):
-        what = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        raise InputError(f"{name} must be a number, or a float tensor with one for each of the {kv_heads} kv heads, got {what}")
-    return given.to(device=query.device, dtype=torch.float32).expand(kv_heads)
-
-
-def _times(out: Tensor, v_scale: float | Tensor) -> Tensor:
-    """[B, H, Sq, Dv] times the scale of each head's values."""
-    if isinstance(v_scale, float):
-        return out * v_scale
-    return (out * v_scale.repeat_interleave(out.shape[1] // v_scale.shape[0]).view(1, -1, 1, 1)).to(out.dtype)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 import tilewise as tw
-from tilewise import masks
+from tilewise import masks, scores
 from tilewise.engines.cpp import missing
 from tilewise.frontend import call_cache
 
@@ -66,6 +66,38 @@ def test_under_autocast_and_compiled() -> None:
     assert torch.equal(out, tw.attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
     compiled = torch.compile(tw.attention, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), tw.attention(q, k, v))
+
+
+@pytest.mark.parametrize("engine", ["reference", "blocked", "cpp"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "flat"])
+def test_scales_are_those_of_keys_and_values(layout: str, engine: str) -> None:
+    """By head and as one number, with a score on top, grouped heads, gradients of the query."""
+    q, k, v = torch.randn(3, 1, 4, 40, 16, generator=torch.Generator().manual_seed(1))
+    k, v = k[:, :2].to(FLOAT8[0]), v[:, :2].to(FLOAT8[0])
+    for k_scale, v_scale in ((0.5, 2.0), (torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])), (None, torch.tensor(1.5)), (2, None)):
+        of_k, of_v = (torch.as_tensor(1.0 if s is None else s).float().expand(2).view(1, 2, 1, 1) for s in (k_scale, v_scale))
+        given = [t.clone().requires_grad_() if t.dtype == torch.float32 else t for t in (q, k, v)]
+        options = {"score": scores.softcap(3.0), "mask": masks.causal, "enable_gqa": True, "backend": engine, "return_lse": True}
+        shaped, more = given, {}
+        if layout != "bhsd":
+            shaped, more = [t.transpose(1, 2) for t in given], {"layout": "bshd"}
+        if layout == "flat":
+            shaped, more = [t.flatten(2) for t in shaped], {"heads": 4}
+        found, lse = tw.attention(*shaped, k_scale=k_scale, v_scale=v_scale, **options, **more)
+        wanted, right = tw.attention(given[0], k.float() * of_k, v.float() * of_v, **options)
+        if layout != "bhsd":
+            wanted = wanted.transpose(1, 2) if layout == "bshd" else wanted.transpose(1, 2).flatten(2)
+        torch.testing.assert_close((found, lse), (wanted, right), rtol=1e-5, atol=1e-5)
+        gradients = [torch.autograd.grad(out.square().sum(), given[0], retain_graph=True)[0] for out in (found, wanted)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_scales_that_do_not_fit() -> None:
+    q, k, v = inputs(torch.bfloat16, FLOAT8[0])
+    with pytest.raises(tw.InputError, match=r"k_scale must be a number, or a float tensor with one for each of the 2 kv heads, got torch.float32 \(3,\)"):
+        tw.attention(q, k, v, k_scale=torch.ones(3))
+    with pytest.raises(tw.InputError, match=r"v_scale must be a number, .* got list"):
+        tw.attention(q, k, v, v_scale=[1.0, 2.0])  # type: ignore[call-overload]
 
 
 def test_explain_says_so() -> None:

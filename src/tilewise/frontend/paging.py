@@ -155,19 +155,15 @@ def _tokens_of(query: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor) -
 # -- masks and scores ---------------------------------------------------------------------------------------------------
 
 
-def in_pages(
-    paged: PagedQueries, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, k_scale: Tensor | None, sequences: int
-) -> tuple[Mask, list[Any]]:
-    """The user's mask and scores, which see logical positions; before these, scores are multiplied by the scale of their key head."""
+def in_pages(paged: PagedQueries, mask: Any, score: ScoreFunction | Sequence[ScoreFunction] | None, sequences: int) -> tuple[Mask, list[Any]]:
+    """The user's mask and scores, which see logical positions."""
     if mask is not None and not callable(mask):
         raise InputError(f"keys in pages take a mask function or a mask of tilewise.masks, which see positions in each sequence; got {type(mask).__name__}")
     scores = as_scores(score)
     for function in (mask, *scores):
         if isinstance(function, Named):
             function.check_sizes({"b": sequences, "h": paged.query.shape[1]})
-    rewritten: list[Any] = [] if k_scale is None else [_scaled(k_scale, paged.query.shape[1] // k_scale.shape[0])]
-    rewritten += [s if isinstance(s, Sinks) else _placed_score(paged.logical, s) for s in scores]
-    return _placed(paged.logical, mask), rewritten
+    return _placed(paged.logical, mask), [s if isinstance(s, Sinks) else _placed_score(paged.logical, s) for s in scores]
 
 
 def _placed(logical: Logical, mask: Any) -> Mask:
@@ -185,7 +181,3 @@ def _placed_score(logical: Logical, function: ScoreFunction) -> Score:
         return function(s, n, h, i, j)
 
     return Score(placed, getattr(function, "name", "score"))
-
-
-def _scaled(k_scale: Tensor, ratio: int) -> Score:
-    return Score(lambda s, b, h, q, kv: s * k_scale[h // ratio], "k_scale")

@@ -1,0 +1,53 @@
+"""Scales of keys and values that were stored as float8: what they were divided by, one number or one for each kv head.
+
+Those of keys multiply the scores: a number as a part of the scale, others as the first score function. Those of values multiply the output.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.core.problem import Options, default_scale
+from tilewise.errors import InputError
+from tilewise.scores import Score, as_scores
+
+Scale = float | Tensor | None
+
+
+class KvScales(NamedTuple):
+    """Checked: numbers, or float32 tensors [kv heads] on the query's device."""
+
+    key: Scale
+    value: Scale
+
+    def applied(self, query: Tensor, score: Any, options: Options) -> tuple[Any, Options]:
+        """Scores and options with the keys' scale, of a query [B, H, Sq, D]."""
+        if self.key is None:
+            return score, options
+        if isinstance(self.key, float):
+            scale = default_scale(query.shape[3]) if options.scale is None else options.scale
+            return score, options._replace(scale=self.key * scale)
+        k_scale, ratio = self.key, query.shape[1] // self.key.shape[0]
+        return [Score(lambda s, b, h, q, kv: s * k_scale[h // ratio], "k_scale"), *as_scores(score)], options
+
+    def of_output(self, out: Tensor) -> Tensor:
+        """[B, H, Sq, Dv] times the scale of each head's values."""
+        if self.value is None:
+            return out
+        if isinstance(self.value, float):
+            return out * self.value
+        return (out * self.value.repeat_interleave(out.shape[1] // self.value.shape[0]).view(1, -1, 1, 1)).to(out.dtype)
+
+
+def kv_scales(k_scale: Any, v_scale: Any, kv_heads: int, device: torch.device) -> KvScales:
+    return KvScales(_checked(k_scale, kv_heads, "k_scale", device), _checked(v_scale, kv_heads, "v_scale", device))
+
+
+def _checked(given: Any, kv_heads: int, name: str, device: torch.device) -> Scale:
+    if given is None or isinstance(given, (float, int)):
+        return given if given is None else float(given)
+    if not isinstance(given, Tensor) or not given.is_floating_point() or given.shape not in ((), (1,), (kv_heads,)):
+        what = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise InputError(f"{name} must be a number, or a float tensor with one for each of the {kv_heads} kv heads, got {what}")
+    return given.to(device=device, dtype=torch.float32).expand(kv_heads)
