@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
+from tests.support.run_and_leave import TWO_PROCESSES
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "learned_biases.py"
 
 
 @pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="this torch has no gloo")
 def test_learned_biases_with_ddp_and_fsdp() -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    launch = [sys.executable, *TWO_PROCESSES, str(EXAMPLE)]
     ran = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr
     for name in ("DDP", "FSDP"):

@@ -16,6 +16,7 @@ import torch
 
 import tilewise as tw
 from tests.support.compare import engine_of
+from tests.support.run_and_leave import TWO_PROCESSES
 from tilewise.integrations import transformers as client
 
 pytest.importorskip("accelerate", reason="accelerate is not installed; it comes with the dev extra")
@@ -28,7 +29,6 @@ CLOSE = {"rel": 2e-6, "abs": 0.0}  # a hundredth of what 1 % of error in attenti
 
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
-TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
 def trained(attention: str, *arguments: str, launch: tuple[str, ...] = ()) -> Any:

@@ -8,6 +8,7 @@ import pytest
 from torch import distributed
 
 from tests.distributed.spawned import spawn
+from tests.support.run_and_leave import TWO_PROCESSES
 
 pytestmark = pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="this torch has no gloo")
 PROCESSES = "tests.distributed.processes"
@@ -48,7 +49,7 @@ def test_the_guide(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     script = tmp_path / "share.py"
     script.write_text(guide.split("```python\n")[1].split("```")[0])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    launch = [sys.executable, *TWO_PROCESSES, str(script)]
     ran = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=240)
     assert ran.returncode == 0, ran.stderr
     assert "context parallelism of 5,000 tokens over 2 ranks" in ran.stdout

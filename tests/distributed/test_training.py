@@ -11,6 +11,7 @@ import pytest
 from torch import distributed
 
 from tests.distributed.spawned import spawn
+from tests.support.run_and_leave import TWO_PROCESSES
 
 pytest.importorskip("transformers", reason="transformers is not installed; it comes with the dev extra")
 pytestmark = pytest.mark.skipif(not distributed.is_available() or not distributed.is_gloo_available(), reason="this torch has no gloo")
@@ -30,8 +31,7 @@ def test_windows_and_sinks_in_three_processes() -> None:
 def test_the_trainer_shares_batches() -> None:
     """Two processes that share each sequence, as one that has all of it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    commands = [[sys.executable, str(TRAINER)], [sys.executable, *launch, str(TRAINER), "--share", "2"]]
+    commands = [[sys.executable, str(TRAINER)], [sys.executable, *TWO_PROCESSES, str(TRAINER), "--share", "2"]]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for command in commands]
     printed: list[Any] = []
     for process in running:

@@ -309,7 +309,8 @@ def the_guide() -> None:
     alone.set_attention_backend("native")
     alone(**names["inputs"]).sample.square().mean().backward()
     with mock.patch.object(torch.accelerator, "device_count", return_value=1):
-        exec(re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0], names)
+        (parallel,) = [code for code in re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "enable_parallelism" in code]
+        exec(parallel, names)
     for found, expected in zip(names["model"].parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-5)
 
