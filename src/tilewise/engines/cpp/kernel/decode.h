@@ -118,6 +118,23 @@ template <typename E> bool rows_are_finite(Rows<E> rows, i64 count, i64 n) {
     return off == 0;
 }
 
+template <typename E> struct Piece {  // keys and values from `first` on, of a block of KEYS: as many as lie evenly spaced
+    Rows<E> keys, values;
+    i64 first, count;
+};
+
+// A block of n keys from kv0 on: in one piece, or page by page.
+template <typename E> i64 pieces_of(const Problem& p, i64 b, i64 hk, i64 kv0, i64 n, Piece<E>* pieces) {
+    i64 found = 0;
+    for (i64 i = 0; i < n; found++) {
+        const Location at = locate(p, b, kv0 + i);
+        const i64 count = p.pages.table ? at_most(n - i, p.pages.size - at.row) : n;
+        pieces[found] = {{row_ptr<E>(p.key, at.b, hk, at.row), p.key.stride[2]}, {row_ptr<E>(p.value, at.b, hk, at.row), p.value.stride[2]}, i, count};
+        i += count;
+    }
+    return found;
+}
+
 // One split of the keys, for all rows (the query heads of one key head, times queries): acc, max score and sum of weights.
 template <typename E> void decode_split(void* context, i64 item) {
     typedef typename compute_type<E>::type T;
@@ -145,7 +162,7 @@ template <typename E> void decode_split(void* context, i64 item) {
     __builtin_memset(acc, 0, (size_t)(rows * dvp) * sizeof(T));
     const i64 end = at_most((split + 1) * split_keys, n_kv);
     const bool selective = p.mask.by_key || p.score.by_key;
-    const bool in_place = std::is_same<E, STORED>::value && (!p.pages.table || p.pages.size % KEYS == 0);  // KEYS rows lie evenly spaced
+    const bool in_place = std::is_same<E, STORED>::value && (!p.pages.table || p.pages.size % WIDTH<T> == 0);  // pieces are made of whole vectors of keys
     const bool values_whole = in_place && dvp == p.dv && p.value.stride[3] == 1;  // rows are read in place
     const bool keys_whole = in_place && dp == p.d && p.key.stride[3] == 1 && (sizeof(E) == sizeof(T) || rows == 1);  // else widened once for several rows
     if (keys_whole && in_pairs<E>(dp))
@@ -154,20 +171,19 @@ template <typename E> void decode_split(void* context, i64 item) {
     const bool far = values_whole && p.d == p.dv && p.batch * p.kv_heads * p.n_kv * (p.d + p.dv) * (i64)sizeof(E) > 4 * l2_bytes();
     for (i64 kv0 = split * split_keys; kv0 < end; kv0 += KEYS) {
         const i64 n = at_most(KEYS, end - kv0);
-        const Location at = locate(p, b, kv0);
-        const Rows<E> own_keys = {row_ptr<E>(p.key, at.b, hk, at.row), p.key.stride[2]}, own_values = {row_ptr<E>(p.value, at.b, hk, at.row), p.value.stride[2]};
-        const bool copied = !values_whole || (selective && !rows_are_finite(own_values, n, p.dv));
+        Piece<E> pieces[KEYS];
+        const i64 n_pieces = in_place ? pieces_of(p, b, hk, kv0, n, pieces) : 0;
+        bool copied = !values_whole;
+        for (i64 i = 0; i < n_pieces && selective && !copied; i++) copied = !rows_are_finite(pieces[i].values, pieces[i].count, p.dv);
         const Rows<T> v = copied ? stored_rows(p, p.value, b, hk, kv0, n, p.dv, values, dvp) : Rows<T>{};
         const bool has_nonfinite = copied && selective && !all_finite(v, n, p.dv);
-        const Rows<E> next = far ? own_values : Rows<E>{};
         const Rows<T> k = keys_whole ? Rows<T>{} : stored_rows(p, p.key, b, hk, kv0, n, p.d, keys, dp);
         for (i64 r = 0; r < rows; r++) {
             const i64 h = hk * ratio + r / p.n_q, q = r % p.n_q;
             T* s = weights + r * KEYS;
-            if (keys_whole)
-                dots(query + r * dp, own_keys, r == 0 ? next : Rows<E>{}, n, dp, (T)p.scale, s);
-            else
-                dots(query + r * dp, k, Rows<T>{}, n, dp, (T)p.scale, s);
+            if (!keys_whole) dots(query + r * dp, k, Rows<T>{}, n, dp, (T)p.scale, s);
+            for (i64 i = 0; i < n_pieces && keys_whole; i++)
+                dots(query + r * dp, pieces[i].keys, far && r == 0 ? pieces[i].values : Rows<E>{}, pieces[i].count, dp, (T)p.scale, s + pieces[i].first);
             if (p.score.by_key) apply(p.score.by_key, p.score, b, h, q, 1, kv0, kv0 + n - 1, s);
             if (p.mask.by_key) apply(p.mask.by_key, p.mask, b, h, q, 1, kv0, kv0 + n - 1, s);
             for (i64 j = n; j < KEYS; j++) s[j] = -INFINITE<T>;
@@ -183,8 +199,10 @@ template <typename E> void decode_split(void* context, i64 item) {
         if (copied) {
             const Rows<T> finite = has_nonfinite ? zero_nonfinite(v, n, p.dv, clean, dvp) : v;
             product<T>(weights, KEYS, 1, columns_of_rows(finite.data, finite.stride), acc, dvp, rows, dvp, n, 1, true);
-        } else {
-            product<T>(weights, KEYS, 1, columns_of_rows(own_values.data, own_values.stride), acc, dvp, rows, dvp, n, 1, true);
+        }
+        for (i64 i = 0; i < n_pieces && !copied; i++) {
+            const Rows<E> own = pieces[i].values;
+            product<T>(weights + pieces[i].first, KEYS, 1, columns_of_rows(own.data, own.stride), acc, dvp, rows, dvp, pieces[i].count, 1, true);
         }
         if (has_nonfinite) add_attended_nonfinite<T>(final, KEYS, 1, v, acc, dvp, 1, rows, p.dv, n);
     }
