@@ -188,8 +188,22 @@ def _scaled(
     return (out, output.lse) if return_lse else out
 
 
-def problem_of_call(query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, heads: int | None) -> tuple[Problem, str]:
+def problem_of_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    score: Any,
+    options: Options,
+    layout: str,
+    heads: int | None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> tuple[Problem, str]:
     """The problem attention() would make of these arguments, and its mask's name."""
+    if k_scale is not None or v_scale is not None:
+        q, k, _ = _as_bhsd(query, key, value, layout, heads)
+        score, options = kv_scales(k_scale, v_scale, k.shape[1], q.device).applied(q, score, options)
     if query.is_nested:
         packed = packing.unnest(query, key, value, layout)
         return make_problem(*_packed_arguments(packed, mask, score, options))

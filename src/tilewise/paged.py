@@ -118,7 +118,9 @@ def paged_attention(
     check_pages(k_pages, v_pages, page_table, kv_lengths)
     dims = 4 if cu_seqlens_q is None else 3
     if not isinstance(query, Tensor) or query.dim() != dims:
-        allowed = "(batch, heads, queries, head dim)" if cu_seqlens_q is None else "(tokens, heads, head dim), as cu_seqlens_q is given"
+        allowed = "(tokens, heads, head dim), as cu_seqlens_q is given"
+        if cu_seqlens_q is None:
+            allowed = "(batch, heads, queries, head dim), or (tokens, heads, head dim) with cu_seqlens_q"
         raise InputError(f"query must be a tensor {allowed}, got {tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__}")
     table, lengths = page_table.to(torch.int32), kv_lengths.to(torch.int32).contiguous()
     table = table if table.stride(1) == 1 else table.contiguous()

@@ -1,14 +1,16 @@
 """PagedCache: keys and values of many growing sequences in pages, for paged_attention."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from tilewise.core.problem import FLOAT8
+from tilewise.core.problem import DTYPES, FLOAT8
 from tilewise.errors import InputError, MisuseError
+from tilewise.frontend.kv_scales import checked_scale
 from tilewise.paged import paged_attention
 from tilewise.scores import ScoreFunction
 
@@ -16,23 +18,32 @@ __all__ = ["PagedCache", "Step"]
 
 
 class Step(NamedTuple):
-    """New tokens of some sequences, packed in the order in which append() was given these. To be used until the next append().
+    """New tokens of some sequences, packed in the order in which append() was given these. To be used until the next append(), or until one of its sequences
+    is freed: later, write() and attention() refuse it.
 
     Attributes:
+        slots: Of each sequence, in order. Masks and scores see a sequence's place in here as b.
         page_table: (sequences, most pages), int32, for paged_attention, as are the next two. With one new token each, as wide as the cache's; else as needed.
         kv_lengths: (sequences,), int32, the new tokens included.
         cu_seqlens_q: (sequences + 1,), int32: where each sequence's new tokens begin.
         positions: (tokens,), int64: of each new token in its sequence.
         rows: (tokens,), int64: where each new token's key and value are written: page * page size + row.
         one_each: Every sequence has one new token: a step of decoding.
+        number: By which the cache knows its latest step.
     """
 
+    slots: tuple[int, ...]
     page_table: Tensor
     kv_lengths: Tensor
     cu_seqlens_q: Tensor
     positions: Tensor
     rows: Tensor
     one_each: bool
+    number: int
+
+
+TENSORS = ("page_table", "kv_lengths", "cu_seqlens_q", "positions", "rows")  # of a Step
+_numbers = itertools.count(1)  # of the steps of all caches
 
 
 class PagedCache:
@@ -89,8 +100,10 @@ class PagedCache:
     ) -> None:
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "slots": slots, "max_tokens": max_tokens}
         for name, size in sizes.items():
-            if size < 1:
-                raise InputError(f"{name} must be at least 1, got {size}")
+            if not isinstance(size, int) or size < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, got {size!r}")
+        if dtype not in (*DTYPES, *FLOAT8):
+            raise InputError(f"pages are float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2, got {dtype}")
         self.page_size = page_size
         with torch.inference_mode(False):  # tensors made in inference mode have no version, by which steps are told apart
             shape = (pages, page_size, kv_heads)
@@ -105,6 +118,8 @@ class PagedCache:
         self._pages: dict[int, list[int]] = {}  # of slots in use
         self._lengths: dict[int, int] = {}
         self._decoding: dict[int, Step] = {}  # by the number of sequences
+        self._latest = 0  # the number of the step that can be written
+        self._latest_slots: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         total, slots = self.k_pages[0].shape[0], self.lengths.shape[0]
@@ -143,8 +158,10 @@ class PagedCache:
         return slot
 
     def has_room(self, counts: Mapping[int, int]) -> bool:
-        """Whether append(counts) would find enough free pages."""
-        return sum(self._needed(counts)) <= self.pages_free
+        """Whether append(counts) would find enough free pages, and no sequence would be longer than max_tokens."""
+        self._check_counts(counts)
+        fits = all([self._lengths[slot] + count <= self._max_tokens for slot, count in counts.items()])
+        return fits and sum(self._needed(counts)) <= self.pages_free
 
     def append(self, counts: Mapping[int, int]) -> Step:
         """Makes room for so many more tokens in each of these slots, in this order. Where pages do not suffice, it raises and changes nothing."""
@@ -172,6 +189,8 @@ class PagedCache:
     def free(self, slot: int) -> None:
         """Gives a finished sequence's pages and its slot back."""
         self._check_used(slot)
+        if slot in self._latest_slots:
+            self._latest, self._latest_slots = 0, ()
         self._free_pages += self._pages.pop(slot)[::-1]
         self._free_slots.append(slot)
         del self._lengths[slot]
@@ -180,16 +199,26 @@ class PagedCache:
 
     def _needed(self, counts: Mapping[int, int]) -> list[int]:
         """New pages for each slot."""
+        self._check_counts(counts)
         needed = []
         for slot, count in counts.items():
-            self._check_used(slot)
             tokens = self._lengths[slot] + count
-            if count < 0 or tokens > self._max_tokens:
+            if tokens > self._max_tokens:
                 raise InputError(f"slot {slot} has {self._lengths[slot]} tokens of at most max_tokens={self._max_tokens}, and cannot take {count} more")
             needed.append(self.pages_for(tokens) - len(self._pages[slot]))
         return needed
 
+    def _check_counts(self, counts: Mapping[int, int]) -> None:
+        if not isinstance(counts, Mapping):
+            raise InputError(f"new tokens are given by slot, as {{slot: 5}}, got {type(counts).__name__}")
+        for slot, count in counts.items():
+            self._check_used(slot)
+            if not isinstance(count, int) or count < 0:
+                raise InputError(f"slot {slot} takes a whole number of new tokens, 0 or more, got {count!r}")
+
     def _check_used(self, slot: int) -> None:
+        if not isinstance(slot, int):
+            raise InputError(f"a slot is the int that allocate() gives, got {type(slot).__name__}")
         if slot not in self._lengths:
             raise InputError(f"slot {slot} is not in use: allocate() gives one; in use are {sorted(self._lengths)}")
 
@@ -207,14 +236,24 @@ class PagedCache:
         most = None if one_each else self.pages_for(max(map(sum, zip(starts, counts, strict=True)), default=0))  # tile maps need not cover what nobody has
         table = self.page_table[:, :most].index_select(0, at)
         rows = table[number, positions // self.page_size].long() * self.page_size + positions % self.page_size
-        made = Step(table, lengths, offsets.int(), positions, rows, one_each)
+        made = Step(tuple(slots), table, lengths, offsets.int(), positions, rows, one_each, next(_numbers))
+        self._latest, self._latest_slots = made.number, made.slots
         if not one_each:
             return made
         kept = self._decoding.setdefault(len(slots), made)
         if kept is not made:
-            for tensor, new in zip(kept[:-1], made[:-1], strict=True):
-                tensor.copy_(new)
-        return kept
+            for name in TENSORS:
+                getattr(kept, name).copy_(getattr(made, name))
+        return kept._replace(slots=made.slots, number=made.number)
+
+    def _check(self, layer: int, step: Step) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < len(self.k_pages):
+            raise InputError(f"layers are numbered 0 to {len(self.k_pages) - 1}, got {layer!r}")
+        if step.number != self._latest:
+            raise MisuseError(
+                "this step is not the latest of this cache: a step ends with the next append(), or when one of its sequences is freed. "
+                "Sequences that are computed together are appended together: append({first: 1, second: 1})"
+            )
 
     def _tensor(self, numbers: list[int]) -> Tensor:
         """From pinned memory, so that the host need not wait for the work before."""
@@ -224,7 +263,8 @@ class PagedCache:
     # -- keys and values -----------------------------------------------------------------------------------------------
 
     def write(self, layer: int, step: Step, key: Tensor, value: Tensor) -> None:
-        """Stores the keys and values of a step's tokens, (tokens, kv heads, head dim)."""
+        """Stores the keys and values of a step's tokens, (tokens, kv heads, head dim), converted to the dtype of the pages."""
+        self._check(layer, step)
         for stored, new, scale, name in ((self.k_pages, key, self._k_scales, "key"), (self.v_pages, value, self._v_scales, "value")):
             wanted = (step.rows.shape[0], *stored[layer].shape[2:])
             if new.shape != wanted:
@@ -234,6 +274,34 @@ class PagedCache:
             if rows.dtype in FLOAT8:  # torch copies no float8 by index
                 rows, new = rows.view(torch.uint8), new.view(torch.uint8)
             rows.index_copy_(0, step.rows, new)
+
+    @overload
+    def attention(
+        self,
+        layer: int,
+        step: Step,
+        query: Tensor,
+        *,
+        mask: Any = None,
+        score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+        scale: float | None = None,
+        backend: str | None = None,
+        return_lse: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        layer: int,
+        step: Step,
+        query: Tensor,
+        *,
+        mask: Any = None,
+        score: ScoreFunction | Sequence[ScoreFunction] | None = None,
+        scale: float | None = None,
+        backend: str | None = None,
+        return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
         self,
@@ -245,20 +313,25 @@ class PagedCache:
         score: ScoreFunction | Sequence[ScoreFunction] | None = None,
         scale: float | None = None,
         backend: str | None = None,
-    ) -> Tensor:
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """tilewise.paged_attention of a step's queries, (tokens, heads, head dim), over a layer's pages. Write the step's keys first."""
+        self._check(layer, step)
+        if query.dim() != 3 or query.shape[0] != step.rows.shape[0]:
+            raise InputError(f"query must be ({step.rows.shape[0]}, heads, head dim), one for each new token of the step, got {tuple(query.shape)}")
         pages = (self.k_pages[layer], self.v_pages[layer], step.page_table, step.kv_lengths)
         k_scale, v_scale = self._k_scales[layer], self._v_scales[layer]
-        call = partial(paged_attention, mask=mask, score=score, scale=scale, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=False)
-        if step.one_each:  # a batch of single queries: the form in which the next step is the same call
-            return call(query.unsqueeze(2), *pages).squeeze(2)
-        return call(query, *pages, step.cu_seqlens_q)
+        call = partial(paged_attention, mask=mask, score=score, scale=scale, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
+        if not step.one_each:
+            return call(query, *pages, step.cu_seqlens_q)
+        found: Any = call(query.unsqueeze(2), *pages)  # a batch of single queries: the form in which the next step is the same call
+        return (found[0].squeeze(2), found[1].squeeze(2).transpose(0, 1)) if return_lse else found.squeeze(2)
 
     def _for_layers(self, scale: float | Tensor | None, name: str) -> list[Any]:
         """A layer's scale is one object, by which its calls are known."""
         layers, kv_heads = len(self.k_pages), self.k_pages[0].shape[2]
         if not isinstance(scale, Tensor):
-            return [scale] * layers
+            return [checked_scale(scale, kv_heads, name, self.lengths.device)] * layers
         try:
             return list(scale.detach().to(self.lengths.device, torch.float32).expand(layers, kv_heads).clone().unbind())
         except RuntimeError as error:

@@ -19,7 +19,7 @@ from tilewise import masks
 from tilewise.errors import InputError, UnsupportedError
 from tilewise.integrations import diffusers as client
 from tilewise.integrations import route
-from tilewise.integrations.video_methods import LEAST_REACH, METHODS, Call, Method, Run, Video, radial_decay, radial_pairs, reach_keeping
+from tilewise.integrations.video_methods import LEAST_REACH, METHODS, Call, Method, Run, Video, fitted, radial_decay, radial_pairs, reach_keeping
 
 GRID = (5, 6, 9)  # in cubes of 4 x 4 x 4, ragged along every axis
 CUBES = 2 * 2 * 3
@@ -301,6 +301,7 @@ def test_heads_that_look_through_time_are_found() -> None:
         ({"dense_layers": "first"}, "got 'first'"),
         ({"dense_steps": -1}, "dense_steps is a number of steps, 0 or more, got -1"),
         ({"cube": (4, 4)}, "a cube has at least 1 frame"),
+        ({"cube": 64}, "a cube has at least 1 frame, 1 row and 1 column of tokens, as (4, 4, 4), got (64,)"),
     ],
     ids=str,
 )
@@ -335,3 +336,17 @@ def test_what_a_sparse_layer_cannot_honour_is_refused() -> None:
             block.attn1.processor._parallel_config = object()
         with pytest.raises(UnsupportedError, match="does not support context parallelism"):
             WAN.call(made, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("cube", "grid", "wanted"),
+    [
+        ((4, 4, 4), (5, 10, 14), (4, 4, 4)),
+        ((100, 100, 100), (5, 10, 14), (8, 16, 16)),  # no longer than the video
+        ((4, 4, 4), (1, 32, 32), (1, 8, 8)),  # one frame: as many tokens
+        ((4, 4, 4), (1, 3, 5), (1, 4, 8)),
+        ((1, 2, 2), (9, 9, 9), (1, 2, 2)),  # as small as the user wants it
+    ],
+)
+def test_cubes_fit_the_video(cube: tuple[int, ...], grid: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    assert fitted(cube, grid) == wanted

@@ -189,7 +189,7 @@ def test_generated(sequences: Any, size: int, heads: tuple[int, int], dims: tupl
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": torch.zeros(2, 4, 16)}, r"query must be a tensor \(batch, heads, queries, head dim\), got \(2, 4, 16\)"),
+        ({"query": torch.zeros(2, 4, 16)}, r"or \(tokens, heads, head dim\) with cu_seqlens_q, got \(2, 4, 16\)"),
         ({"k_pages": torch.zeros(5, 8, 2)}, r"k_pages must be a tensor \(pages, page size, kv heads, head dim\), got shape \(5, 8, 2\)"),
         ({"k_pages": torch.zeros(5, 8, 2, 12)}, "k_pages the query's head dim 16"),
         ({"k_pages": torch.zeros(5, 8, 2, 16).half(), "v_pages": torch.zeros(5, 8, 2, 16).half()}, "k_pages must have the query's dtype torch.float32"),
@@ -198,8 +198,12 @@ def test_generated(sequences: Any, size: int, heads: tuple[int, int], dims: tupl
         ({"page_table": torch.zeros(3, 4, dtype=torch.int32)}, "page_table has 3 sequences, kv_lengths 2"),
         ({"page_table": torch.full((2, 4), 5, dtype=torch.int32)}, r"page_table\[0, 0\] is 5, but there are 5 pages; sequence 0 has 9 keys"),
         ({"page_table": torch.full((2, 4), -1, dtype=torch.int32)}, r"page_table\[0, 0\] is -1"),
-        ({"kv_lengths": torch.tensor([9, 33], dtype=torch.int32)}, "kv_lengths must be from 0 to 32, which 4 pages of 8 rows hold, got"),
+        ({"kv_lengths": torch.tensor([9, 33], dtype=torch.int32)}, r"from 0 to 32, which 4 pages of 8 rows hold .*, got \[9, 33\]"),
         ({"kv_lengths": torch.tensor([9, -1], dtype=torch.int32)}, "kv_lengths must be from 0 to 32"),
+        ({"query": torch.zeros(2, 4, 10, 16)}, r"sequence 0 has 10 queries but kv_lengths\[0\] is 9: it counts the keys of the queries, too"),
+        ({"query": torch.zeros(30, 4, 16), "cu_seqlens_q": torch.tensor([0, 9, 30], dtype=torch.int32)}, r"sequence 1 has 21 queries"),
+        ({"k_scale": 0.0}, "k_scale is what keys or values were divided by, a number above 0, got 0.0"),
+        ({"v_scale": float("nan")}, "v_scale is what keys or values were divided by"),
         ({"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=torch.int32)}, r"query must be a tensor \(tokens, heads, head dim\), as cu_seqlens_q is given"),
         ({"query": torch.zeros(2, 4, 16), "cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32)}, "cu_seqlens_q describes 1 sequences, page_table 2"),
         ({"query": torch.zeros(2, 4, 16), "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=torch.int32)}, "cu_seqlens_q must start at 0"),

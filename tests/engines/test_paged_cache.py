@@ -11,7 +11,7 @@ from torch import Tensor
 import tilewise as tw
 from tests.support.paged import Batch, apart, assert_right
 from tilewise import masks
-from tilewise.paged_cache import Step
+from tilewise.paged_cache import TENSORS, Step
 
 SIZES: dict[str, Any] = {"layers": 2, "pages": 12, "page_size": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8, "slots": 3, "max_tokens": 30}
 
@@ -95,7 +95,8 @@ def test_decoding_is_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 2
     with torch.inference_mode():
         second = history.cache.append({slots[1]: 1, slots[0]: 1})
-    assert first.one_each and all(a is b for a, b in zip(first, second, strict=True))
+    assert first.one_each and all(getattr(first, name) is getattr(second, name) for name in TENSORS)
+    assert second.slots == (slots[1], slots[0])
     assert second.kv_lengths.tolist() == [5, 4] and not second.rows.is_inference()
     assert history.cache.append({slots[0]: 1}).rows is not second.rows and not history.cache.append({slots[0]: 2}).one_each
 
@@ -142,13 +143,24 @@ def test_where_pages_run_out() -> None:
 
 ERRORS = [
     (lambda c: c.append({0: 31}), r"slot 0 has 0 tokens of at most max_tokens=30, and cannot take 31 more"),
-    (lambda c: c.append({0: -1}), r"cannot take -1 more"),
+    (lambda c: c.append({0: -1}), r"slot 0 takes a whole number of new tokens, 0 or more, got -1"),
+    (lambda c: c.append({0: 1.5}), r"slot 0 takes a whole number of new tokens, 0 or more, got 1.5"),
+    (lambda c: c.append([0]), r"new tokens are given by slot, as \{slot: 5\}, got list"),
+    (lambda c: c.append({torch.tensor(0): 1}), r"a slot is the int that allocate\(\) gives, got Tensor"),
+    (lambda c: c.free(torch.tensor(0)), r"a slot is the int that allocate\(\) gives, got Tensor"),
+    (lambda c: c.write(2, c.append({0: 1}), torch.zeros(1, 2, 16), torch.zeros(1, 2, 8)), r"layers are numbered 0 to 1, got 2"),
+    (lambda c: c.attention(-1, c.append({0: 1}), torch.zeros(1, 4, 16)), r"layers are numbered 0 to 1, got -1"),
+    (lambda c: c.attention(0, c.append({0: 3}), torch.zeros(2, 4, 16)), r"query must be \(3, heads, head dim\), one for each new token of the step, got"),
+    (lambda c: make(slots=2.5), r"slots must be a whole number of at least 1, got 2.5"),
+    (lambda c: make(dtype=torch.int8), r"pages are float16, bfloat16, .* got torch.int8"),
+    (lambda c: make(v_scale=0.0), r"v_scale is what keys or values were divided by, a number above 0, got 0.0"),
+    (lambda c: make(k_scale="1"), r"k_scale must be a number, or a float tensor .* got str"),
     (lambda c: c.append({2: 1}), r"slot 2 is not in use: allocate\(\) gives one; in use are \[0\]"),
     (lambda c: c.free(1), r"slot 1 is not in use"),
     (lambda c: [c.allocate() for _ in range(3)], r"all 3 slots are in use: free\(\) a finished sequence first"),
     (lambda c: c.write(0, c.append({0: 2}), torch.zeros(3, 2, 16), torch.zeros(3, 2, 8)), r"key must be \(2, 2, 16\) \(tokens, kv heads, head dim\), got"),
     (lambda c: make(k_scale=torch.ones(3)), r"k_scale must be a number or broadcast to \(2, 2\), layers and kv heads, got \(3,\)"),
-    (lambda c: make(pages=0), r"pages must be at least 1, got 0"),
+    (lambda c: make(pages=0), r"pages must be a whole number of at least 1, got 0"),
 ]
 
 
@@ -158,3 +170,45 @@ def test_errors(wrong: Any, message: str) -> None:
     cache.allocate()
     with pytest.raises(tw.InputError, match=message):
         wrong(cache)
+
+
+def test_a_step_that_has_ended_is_refused() -> None:
+    """Decoding steps share their tensors: what is written by an old one would be another sequence's."""
+    cache, other = make(), make()
+    first, second = cache.allocate(), cache.allocate()
+    new = torch.ones(1, 2, 16), torch.ones(1, 2, 8)
+    old, latest, foreign = cache.append({first: 1}), cache.append({second: 1}), other.append({other.allocate(): 1})
+    for step in (old, foreign):
+        with pytest.raises(tw.TilewiseError, match="this step is not the latest of this cache"):
+            cache.write(0, step, *new)
+        with pytest.raises(tw.TilewiseError, match="this step is not the latest of this cache"):
+            cache.attention(0, step, torch.ones(1, 4, 16))
+    cache.free(first)  # not of this step
+    cache.write(0, latest, *new)
+    cache.free(second)
+    with pytest.raises(tw.TilewiseError, match="this step is not the latest of this cache"):
+        cache.write(0, latest, *new)
+
+
+def test_a_refused_append_changes_nothing() -> None:
+    cache = make()
+    first, second = cache.allocate(), cache.allocate()
+    for counts in ({first: 3, second: 1.5}, {first: 3, second: None}, {first: 3, 7: 1}, {first: 3, second: 31}):
+        with pytest.raises(tw.TilewiseError):
+            cache.append(counts)
+    assert cache.pages_in_use == 0 and cache.length(first) == 0 and not cache.lengths.any()
+    assert not cache.has_room({first: 31}) and cache.has_room({first: 30})
+
+
+def test_lse_of_a_step() -> None:
+    cache = make()
+    slots = [cache.allocate(), cache.allocate()]
+    for counts in ({slots[0]: 3, slots[1]: 5}, dict.fromkeys(slots, 1)):
+        step, tokens = cache.append(counts), sum(counts.values())
+        cache.write(0, step, torch.randn(tokens, 2, 16), torch.randn(tokens, 2, 8))
+        query = torch.randn(tokens, 4, 16)
+        out, lse = cache.attention(0, step, query, mask=masks.causal, return_lse=True)
+        pages = (cache.k_pages[0], cache.v_pages[0], step.page_table, step.kv_lengths, step.cu_seqlens_q)
+        wanted = tw.paged_attention(query, *pages, mask=masks.causal, return_lse=True, backend="reference")
+        torch.testing.assert_close((out, lse), wanted)
+        assert torch.equal(out, cache.attention(0, step, query, mask=masks.causal))

@@ -11,7 +11,7 @@ import torch
 from tests.support.programs import grid
 from tilewise import masks
 from tilewise.errors import InputError, TraceError
-from tilewise.lang import evaluate
+from tilewise.lang import evaluate, trace_mask
 from tilewise.masks import Mask
 
 B, H = 2, 2
@@ -367,3 +367,8 @@ BAD: dict[str, Callable[[], Any]] = {
 def test_bad_arguments_are_input_errors(name: str) -> None:
     with pytest.raises(InputError):
         BAD[name]()
+
+
+def test_a_function_that_makes_masks_is_not_one() -> None:
+    with pytest.raises(TraceError, match=r"takes 2 parameters: .* It makes one: call it, and pass what it returns"):
+        trace_mask(masks.sliding_window)

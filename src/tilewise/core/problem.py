@@ -298,7 +298,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     named = (("query", query), ("key", key), ("value", value))
     _check_memory(named)
     if len({t.dtype for _, t in named}) > 1 and not _autocast_dtype(query):
-        raise InputError("query, key and value must have one dtype, got " + ", ".join([f"{n} {t.dtype}" for n, t in named]))
+        given = ", ".join([f"{n} {t.dtype}" for n, t in named])
+        raise InputError(f"query, key and value must have one dtype (key and value may also be float8_e4m3fn or float8_e5m2), got {given}")
     for name, tensor in named:
         if tensor.dtype not in DTYPES:
             raise InputError(

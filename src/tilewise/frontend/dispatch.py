@@ -171,7 +171,8 @@ def tell_observers(engine: Engine, problem: Problem, mask_name: str) -> None:
 
 def refusal(choice: Choice, request: Request, problem: Problem) -> str:
     reasons = "; ".join([f"{v.engine}: {v.reason}" for v in choice.verdicts if v.reason is not None])
-    advice = "" if request.backend == "auto" else ". 'auto' takes an engine that can; tilewise.explain(...) tells which"
+    told = "" if problem.pages is not None else "; tilewise.explain(...) tells which"
+    advice = "" if request.backend == "auto" else f". 'auto' takes an engine that can{told}"
     return f"backend {request.backend!r} (from {request.source}) cannot serve {problem.describe()}. {reasons}{advice}"
 
 

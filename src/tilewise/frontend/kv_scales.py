@@ -3,6 +3,8 @@
 Those of keys multiply the scores: a number as a part of the scale, others as the first score function. Those of values multiply the output.
 """
 
+import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +43,18 @@ class KvScales(NamedTuple):
 
 
 def kv_scales(k_scale: Any, v_scale: Any, kv_heads: int, device: torch.device) -> KvScales:
-    return KvScales(_checked(k_scale, kv_heads, "k_scale", device), _checked(v_scale, kv_heads, "v_scale", device))
+    return KvScales(checked_scale(k_scale, kv_heads, "k_scale", device), checked_scale(v_scale, kv_heads, "v_scale", device))
 
 
-def _checked(given: Any, kv_heads: int, name: str, device: torch.device) -> Scale:
-    if given is None or isinstance(given, (float, int)):
-        return given if given is None else float(given)
+def checked_scale(given: Any, kv_heads: int, name: str, device: torch.device) -> Scale:
+    """Raises unless it is a scale. What a tensor holds is not looked at: on a GPU that would wait for all work before."""
+    if given is None:
+        return None
+    if isinstance(given, Real):
+        number = float(given)
+        if not 0 < number < math.inf:
+            raise InputError(f"{name} is what keys or values were divided by, a number above 0, got {given}")
+        return number
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.shape not in ((), (1,), (kv_heads,)):
         what = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise InputError(f"{name} must be a number, or a float tensor with one for each of the {kv_heads} kv heads, got {what}")

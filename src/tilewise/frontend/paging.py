@@ -59,12 +59,24 @@ def _check_page_numbers(k_pages: Tensor, table: Tensor, lengths: Tensor) -> None
     count, size = k_pages.shape[:2]
     most = table.shape[1] * size
     if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > most):
-        raise InputError(f"kv_lengths must be from 0 to {most}, which {table.shape[1]} pages of {size} rows hold, got {lengths.tolist()[:8]}")
+        held = f"which {table.shape[1]} pages of {size} rows hold (k_pages is (pages, page size, kv heads, head dim), here {tuple(k_pages.shape)})"
+        raise InputError(f"kv_lengths must be from 0 to {most}, {held}, got {lengths.tolist()[:8]}")
     used = torch.arange(table.shape[1]) * size < lengths.unsqueeze(1)
     wrong = used & ((table < 0) | (table >= count))
     if bool(wrong.any()):
         n, at = wrong.nonzero()[0].tolist()
         raise InputError(f"page_table[{n}, {at}] is {int(table[n, at])}, but there are {count} pages; sequence {n} has {int(lengths[n])} keys")
+
+
+def _check_queries(lengths: Tensor, counts: Tensor | int) -> None:
+    """Raises where a sequence has more queries than keys, unless it has none, as a place in a batch that is not in use; where that can be known at once."""
+    if lengths.device.type != "cpu" or not can_be_looked_at(lengths) or (isinstance(counts, Tensor) and not can_be_looked_at(counts)):
+        return
+    wrong = (lengths < counts) & (lengths > 0)
+    if bool(wrong.any()):
+        n = int(wrong.nonzero()[0])
+        queries = int(counts[n]) if isinstance(counts, Tensor) else counts
+        raise InputError(f"sequence {n} has {queries} queries but kv_lengths[{n}] is {int(lengths[n])}: it counts the keys of the queries, too")
 
 
 def _shape(tensor: Any) -> str:
@@ -79,6 +91,7 @@ def batched(query: Tensor, size: int, table: Tensor, lengths: Tensor, all_attend
     if query.shape[0] != table.shape[0]:
         raise InputError(f"query has batch size {query.shape[0]}, page_table {table.shape[0]} sequences")
     n_q = query.shape[2]
+    _check_queries(lengths, n_q)
 
     def logical(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
         length = lengths[b]
@@ -141,6 +154,7 @@ def _tokens_of(query: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor) -
         return found
     with unrecorded(), torch.inference_mode(False):
         check_contents(offsets, query.shape[0], "cu_seqlens_q")
+        _check_queries(lengths, (offsets[1:] - offsets[:-1]).to(lengths.device))
         number, place = sequence_and_position(offsets.to(query.device), query.shape[0])
         n = number.clamp(min=0)
         of_sequence = lengths[n].to(torch.int32)

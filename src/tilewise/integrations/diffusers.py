@@ -85,10 +85,11 @@ def sparse(
         keep: Above 0 and up to 1. Of `top_k` the share of cubes, of `top_p` of the softmax of mean queries and keys, of the others the least share of pairs.
         dense_layers: The first so many layers stay dense, or those of these numbers, in the order in which they run.
         dense_steps: The first so many denoising steps stay dense. A step is all calls with one timestep, and where timesteps rise, another run begins.
-        cube: Frames, rows and columns of tokens of a cube, for `top_k` and `top_p`; 64 or 128 tokens suit every engine.
+        cube: Frames, rows and columns of tokens of a cube, for `top_k` and `top_p`; 64 or 128 tokens suit every engine. Edges longer than the video are cut.
     """
+    edges = tuple(cube) if isinstance(cube, Sequence) else (cube,)
     register()
-    return Sparse(model, backend_name(), Method(method, keep, tuple(cube)), dense_layers, dense_steps)
+    return Sparse(model, backend_name(), Method(method, keep, edges), dense_layers, dense_steps)
 
 
 def _dispatch_module() -> Any:

@@ -18,6 +18,8 @@ from tilewise.cubes import Cubes, cubes
 from tilewise.frontend import mask_tensors
 from tilewise.masks import Mask, radial_reach
 
+TILE = 64  # tokens that a cube has at least, where the video has them
+
 LEAST_REACH = 128  # radial's: with the size of a tile, hardly any tile is computed for a few pairs
 SAMPLED = 32  # queries that say whether a head looks around or through time
 
@@ -95,10 +97,22 @@ def _top_p(method: Method, video: Video) -> Tensor:
     return _by_cubes(method, video, lambda scores: sparse.top_p(scores, method.keep))
 
 
+def fitted(cube: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
+    """A cube whose edges are no longer than the video, rounded up to a power of two: the rest would be empty. Where that leaves few tokens, as in a video of
+    one frame, the others grow, because kernels want tiles of some size."""
+    most = [1 << (n - 1).bit_length() for n in grid]
+    edges = [min(edge, longest) for edge, longest in zip(cube, most, strict=True)]
+    wanted = min(math.prod(cube), TILE)
+    while math.prod(edges) < wanted and edges != most:
+        grows = min([axis for axis in range(3) if edges[axis] < most[axis]], key=lambda axis: edges[axis])
+        edges[grows] = min(2 * edges[grows], most[grows])
+    return tuple(edges)
+
+
 def _by_cubes(method: Method, video: Video, choose: Callable[[Tensor], Any]) -> Tensor:
     q, k, v, padding = video.query, video.key, video.value, video.padding
     made = _cubes.__wrapped__ if torch.compiler.is_compiling() else _cubes
-    order = made(video.call.grid, method.cube, video.text, q.device)
+    order = made(video.call.grid, fitted(method.cube, video.call.grid), video.text, q.device)
     visible = None if padding is None else video.call.once("visible", padding, lambda: padding.flatten(1))
     return sparse.cube_attention(q, k, v, order, choose, visible=visible, scale=video.scale)
 

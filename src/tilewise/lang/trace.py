@@ -145,7 +145,8 @@ def _check_parameters(function: Callable[..., Any], count: int, kind: str, signa
         given = len(parameters.parameters)
         other = {("mask", 5): " It looks like a score function: pass it as score=.", ("score", 4): " It looks like a mask function: pass it as mask=."}
         found = f"{name_of(function)}{defined_at(function)} takes {given} parameters: {parameters}."
-        raise TraceError(f"a {kind} function takes {signature}, but {found}" + other.get((kind, given), "")) from None
+        maker = " It makes one: call it, and pass what it returns." if getattr(function, "__module__", None) in ("tilewise.masks", "tilewise.scores") else ""
+        raise TraceError(f"a {kind} function takes {signature}, but {found}" + (maker or other.get((kind, given), ""))) from None
 
 
 def _operand_of_result(tracer: Tracer, result: Any, function: Callable[..., Any]) -> int:

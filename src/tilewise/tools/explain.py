@@ -90,6 +90,8 @@ def explain(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -104,7 +106,7 @@ def explain(
     name, source = requested_backend(backend)
     check_name(name, source)
     options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, 0 if seed is None else seed)  # draws no random number
-    problem, mask_name = problem_of_call(query, key, value, mask, score, options, layout, heads)
+    problem, mask_name = problem_of_call(query, key, value, mask, score, options, layout, heads, k_scale, v_scale)
     choice = choose(problem, Request(name, source, return_lse, seed is not None), ask_all=True)
     chosen = choice.engine.name if choice.engine is not None else None
     said = {v.engine: v.reason for v in choice.verdicts}
