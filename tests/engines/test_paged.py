@@ -220,6 +220,18 @@ def test_errors(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("queries", [[1, 2], [40, 20], [20]], ids=str)
+def test_tokens_past_the_last_sequence_see_nothing(queries: list[int], engine: str) -> None:
+    batch = make_batch(queries, [n + 30 for n in queries], 16)
+    tokens, offsets = batch.packed
+    more, used = torch.cat([tokens, torch.randn(9, 4, 16)]), len(tokens)
+    for mask in (None, masks.causal):
+        out, lse = tw.paged_attention(more, batch.k_pages, batch.v_pages, batch.table, batch.lengths, offsets, mask=mask, return_lse=True, backend=engine)
+        assert bool((out[used:] == 0).all()) and bool((lse[:, used:] == -torch.inf).all())
+        assert_right(batch, apart(batch, out, lse), mask=mask)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_tables_of_other_forms(engine: str) -> None:
     batch = make_batch([1, 1], [37, 90], 16)
     wide = torch.cat([batch.table, batch.table], 1)[:, : batch.table.shape[1]]

@@ -126,3 +126,15 @@ def test_bad_tables_read_nothing_outside() -> None:
     batch.lengths.fill_(-5)
     assert bool((stepped(batch) == 0).all())
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("queries", [[1, 2], [40, 20], [20]], ids=str)
+def test_tokens_past_the_last_sequence_see_nothing(queries: list[int]) -> None:
+    batch = make_batch(queries, [n + 30 for n in queries], 16, dtype=torch.bfloat16, device=DEVICE)
+    tokens, offsets = batch.packed
+    more, used = torch.cat([tokens, torch.randn_like(tokens[:1]).expand(9, -1, -1)]), len(tokens)
+    for mask in (None, masks.causal):
+        pages = (batch.k_pages, batch.v_pages, batch.table, batch.lengths)
+        out, lse = tw.paged_attention(more, *pages, offsets, mask=mask, return_lse=True, backend="triton")
+        assert bool((out[used:] == 0).all()) and bool((lse[:, used:] == -torch.inf).all())
+        assert_right(batch, apart(batch, out, lse), mask=mask)

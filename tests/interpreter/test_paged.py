@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise as tw
 from tests.engines.test_paged import MODS, called, meaning, window
-from tests.support.paged import assert_right, make_batch
+from tests.support.paged import apart, assert_right, make_batch
 from tilewise import masks
 from tilewise.engines.gpu import structure
 from tilewise.engines.triton import run
@@ -76,3 +77,15 @@ def test_nan_in_attended_pages_stays_in_its_rows() -> None:
     batch.v_pages[page, 3], batch.value[0][:, 2 * 16 + 3] = torch.inf, torch.inf
     found, _ = called(batch, mask=masks.causal, backend="triton")
     assert bool((found[0] == torch.inf).all()) and bool(found[1].isfinite().all())
+
+
+@pytest.mark.parametrize("queries", [[1, 2], [40, 20], [20]], ids=str)
+def test_tokens_past_the_last_sequence_see_nothing(queries: list[int]) -> None:
+    batch = make_batch(queries, [n + 30 for n in queries], 16)
+    tokens, offsets = batch.packed
+    more, used = torch.cat([tokens, torch.randn(9, 4, 16)]), len(tokens)
+    for mask in (None, masks.causal):
+        pages = (batch.k_pages, batch.v_pages, batch.table, batch.lengths)
+        out, lse = tw.paged_attention(more, *pages, offsets, mask=mask, return_lse=True, backend="triton")
+        assert bool((out[used:] == 0).all()) and bool((lse[:, used:] == -torch.inf).all())
+        assert_right(batch, apart(batch, out, lse), mask=mask)

@@ -108,9 +108,8 @@ def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Te
         raise InputError(f"cu_seqlens_q describes {offsets.shape[0] - 1} sequences, page_table {table.shape[0]}")
     tokens, sequences = query.shape[0], table.shape[0]
     known = _tokens_of(query, table, lengths, offsets)
-    number, position = known.number, known.position
+    number, position, own_lengths = known.number, known.position, known.lengths
     if tokens <= TOKENS_APART * sequences:
-        own_lengths = known.lengths
 
         def of_token(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
             return number[b], position[b], kv, kv < own_lengths[b]
@@ -121,9 +120,10 @@ def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Te
     def of_all(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
         n = number[q]
         j = kv - n * capacity
-        return n, position[q], j, (j >= 0) & (j < lengths[n])
+        return n, position[q], j, (j >= 0) & (j < own_lengths[q])
 
-    return PagedQueries(query.transpose(0, 1).unsqueeze(0), Pages(table.reshape(1, -1), size, lengths, all_attended), of_all)
+    # Tokens past the last sequence see nothing, so the mask has to be asked.
+    return PagedQueries(query.transpose(0, 1).unsqueeze(0), Pages(table.reshape(1, -1), size, lengths, all_attended=False), of_all)
 
 
 class _Tokens(NamedTuple):
