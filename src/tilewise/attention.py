@@ -148,43 +148,23 @@ def attention(
     except AttributeError:
         kinds = ", ".join([type(t).__name__ for t in (query, key, value)])
         raise InputError(f"query, key and value must be torch tensors, got {kinds}; torch.from_numpy makes one of a numpy array") from None
-    if k_scale is not None or v_scale is not None:
-        return _scaled(query, key, value, mask, score, options, layout, heads, backend, return_lse, k_scale, v_scale)
-    if scopes and scopes[-1].holds(query, key, layout, heads):
-        shared: Tensor | tuple[Tensor, Tensor] = scopes[-1].attention(query, key, value, mask, score, options, layout, heads, backend, return_lse)
-        return shared
+    scaled, shared = k_scale is not None or v_scale is not None, len(scopes) > 0 and scopes[-1].holds(query, key, layout, heads)
+    if scaled and (nested or shared):
+        raise InputError("k_scale and v_scale are not available for nested tensors and sequences that several ranks share; multiply keys and values instead")
+    if shared:
+        found: Tensor | tuple[Tensor, Tensor] = scopes[-1].attention(query, key, value, mask, score, options, layout, heads, backend, return_lse)
+        return found
     if nested:
         return _nested(query, key, value, mask, score, options, layout, backend, return_lse)
-    if layout == "bhsd" and heads is None and query.dim() == key.dim() == value.dim() == 4:
-        output = run(query, key, value, mask, score, options, backend, return_lse)
-        return (output.out, output.lse) if return_lse else output.out
-    output = run(*_as_bhsd(query, key, value, layout, heads), mask, score, options, backend, return_lse)
-    out = from_bhsd(output.out, layout, flat=query.dim() == 3)
-    return (out, output.lse) if return_lse else out
-
-
-def _scaled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    score: Any,
-    options: Options,
-    layout: str,
-    heads: int | None,
-    backend: str | None,
-    return_lse: bool,
-    k_scale: Any,
-    v_scale: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Keys and values that were divided by scales before they were stored."""
-    if query.is_nested or (scopes and scopes[-1].holds(query, key, layout, heads)):
-        raise InputError("k_scale and v_scale are not available for nested tensors and sequences that several ranks share; multiply keys and values instead")
-    q, k, v = _as_bhsd(query, key, value, layout, heads)
-    scales = kv_scales(k_scale, v_scale, k.shape[1], q.device)
-    score, options = scales.applied(q, score, options)
+    plain = layout == "bhsd" and heads is None and query.dim() == key.dim() == value.dim() == 4
+    q, k, v = (query, key, value) if plain else _as_bhsd(query, key, value, layout, heads)
+    if scaled:
+        scales = kv_scales(k_scale, v_scale, k.shape[1], q.device)
+        score, options = scales.applied(q, score, options)
     output = run(q, k, v, mask, score, options, backend, return_lse)
-    out = from_bhsd(scales.of_output(output.out), layout, flat=query.dim() == 3)
+    out = scales.of_output(output.out) if scaled else output.out
+    if not plain:
+        out = from_bhsd(out, layout, flat=query.dim() == 3)
     return (out, output.lse) if return_lse else out
 
 

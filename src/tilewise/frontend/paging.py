@@ -44,8 +44,8 @@ def check_pages(k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor
             raise InputError(f"pages must have at least one row, got {name} {tuple(tensor.shape)}: (pages, page size, kv heads, head dim)")
     for name, tensor, dims, meaning in (("page_table", table, 2, "(batch, most pages)"), ("kv_lengths", lengths, 1, "(batch,)")):
         if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.dtype not in (torch.int32, torch.int64):
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(f"{name} must be an int32 tensor {meaning} (int64 is converted in every call), got {kind} {_shape(tensor)}")
+            kind = f"{tensor.dtype}, " if isinstance(tensor, Tensor) else ""
+            raise InputError(f"{name} must be an int32 tensor {meaning} (int64 is converted in every call), got {kind}{_shape(tensor)}")
         check_dense(tensor, name)
         if tensor.device != k_pages.device:
             raise InputError(f"{name} is on {tensor.device}, the pages are on {k_pages.device}: they must be on one device")
