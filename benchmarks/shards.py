@@ -1,6 +1,6 @@
 """What each rank of a shared sequence computes, one rank after the other on one GPU: balance, and speed beside the whole sequence.
 
-    python benchmarks/shards.py [--ranks 8 64] [--tokens 8192] [--sample 8] [--save] [--flex]
+    python benchmarks/shards.py [--ranks 8 64] [--tokens 8192] [--sample 8] [--save shards.md] [--flex]
 
 Every rank's queries and the keys it would fetch are made on the GPU and attended to, forward and backward, as in tilewise.distributed; nothing travels.
 `mean / max` is over the measured ranks: the share of time that ranks compute if all wait for the slowest. `of N/P` is the time of the whole sequence on one
@@ -9,6 +9,7 @@ that of 8 ranks by computed tiles. Beside tilewise's layout: one stretch for eac
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from tilewise.distributed.strategy import Layout
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 128
 SIZES = Sizes(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
 WHOLE = 8  # ranks up to whose sequence the whole is measured
-RESULTS = Path(__file__).parent / "results" / "gpu" / "shards.md"
+RESULTS = Path(__file__).parent / "results" / "gpu"
 Pass = Callable[[], Any]
 
 
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--sample", type=int, default=8, help="ranks that are measured: the most and the least loaded, and others between them")
     parser.add_argument("--flex", action="store_true", help="also torch's FlexAttention, on tilewise's shards")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--save", metavar="FILE", help=f"write the table to this file of {RESULTS.name}")
     options = parser.parse_args()
     options.device = "cuda"
     lines = []
@@ -177,14 +178,14 @@ def main() -> None:
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}, tilewise {tilewise.__version__}; {options.tokens} tokens a rank, "
             f"{HEADS} heads on {KV_HEADS}, head dim {HEAD_DIM}, bfloat16; {options.sample} ranks measured one after the other, nothing travels.",
             "",
-            "Repeat it: `python benchmarks/shards.py --save`" + (" `--flex`" if options.flex else ""),
+            f"Repeat it: `{shlex.join(['python', 'benchmarks/shards.py', *sys.argv[1:]])}`",
             "",
             table(header, lines),
         ]
     )
     print(text)
     if options.save:
-        RESULTS.write_text(text + "\n")
+        (RESULTS / options.save).write_text(text + "\n")
 
 
 if __name__ == "__main__":
