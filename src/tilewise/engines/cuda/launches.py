@@ -1,6 +1,5 @@
 """The arguments of the CUDA forward, from a problem and its tensors."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -9,6 +8,7 @@ from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.cuda import nvrtc
 from tilewise.engines.cuda.config import ForwardConfig, forward_config
+from tilewise.engines.cuda.source import CudaKernel
 from tilewise.engines.gluon import config as gluon
 from tilewise.engines.gluon.launches import heads_per_group, hopper_tiles
 from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, query_axis
@@ -17,6 +17,8 @@ from tilewise.engines.gpu.kernel_args import Strides
 from tilewise.engines.gpu.launch import Launch, TmaTensor
 from tilewise.engines.gpu.limits import sm_count
 from tilewise.engines.gpu.mods import scales
+
+FORWARD = CudaKernel("forward")
 
 
 class Tiles(NamedTuple):
@@ -39,12 +41,6 @@ class Compiler(NamedTuple):
     options: tuple[str, ...]
 
 
-def kernels() -> Mapping[str, Any]:
-    from tilewise.engines.cuda.source import CudaKernel
-
-    return {"cuda_fwd": CudaKernel("forward")}
-
-
 def schedule_of(p: Problem) -> HopperSchedule:
     """The same that the Gluon forward walks."""
     return hopper_schedule(p, query_axis(gluon.forward_config(p)))
@@ -60,7 +56,7 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
     items = heads * -(-tiles // config.cluster)  # what programs, or pairs of them, take at a time
     return Launch(
         "cuda_fwd",
-        kernels,
+        FORWARD,
         min(items, sm_count(p.device) // config.cluster) * config.cluster,
         {
             "q": TmaTensor(p.query, (1, 1, config.block_m, 64)),

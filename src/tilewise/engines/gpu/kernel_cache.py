@@ -119,10 +119,8 @@ def load_or_build(request: KernelRequest, table: KernelTable) -> dict[str, bytes
 
 def _build(request: KernelRequest, table: KernelTable) -> dict[str, bytes]:
     build_queue.notify()
-    kernels = table()
-    kernel = kernels[request.kernel]
-    if isinstance(kernel, OwnCompiler):
-        return kernel.compiled(request)
+    if isinstance(table, OwnCompiler):
+        return table.compiled(request)
     from tilewise.engines.gpu.compiler import compiled
 
-    return compiled(request, kernels)
+    return compiled(request, table())

@@ -4,9 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# Triton functions, or OwnCompilers, by name; called when one has to be compiled, since that imports Triton.
-KernelTable = Callable[[], Mapping[str, Any]]
-
 
 class KernelRequest(NamedTuple):
     """A kernel, named by everything its code depends on."""
@@ -28,8 +25,12 @@ class TmaBlock(NamedTuple):
 
 
 class OwnCompiler(ABC):
-    """A kernel that Triton does not compile."""
+    """Where a kernel is found that Triton does not compile."""
 
     @abstractmethod
     def compiled(self, request: KernelRequest) -> dict[str, bytes]:
         """What the store keeps (kernel_cache.py): the binary, and the facts needed to launch it."""
+
+
+TritonTable = Callable[[], Mapping[str, Any]]  # Triton functions by name; called when one has to be compiled, since that imports Triton
+KernelTable = TritonTable | OwnCompiler
