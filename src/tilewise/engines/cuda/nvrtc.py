@@ -10,8 +10,10 @@ import re
 import sys
 from functools import lru_cache
 
+import torch
+
 OLDEST = (12, 3)  # compiles setmaxnreg and multicast for sm_90a
-NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+MAJORS = (13, 12)
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device", "--ptxas-options=-v")  # the last: registers and spills are told in the log
 MISSING = "NVRTC, the compiler of CUDA C++, was not found; torch's CUDA builds bring it (pip install nvidia-cuda-nvrtc)"
 
@@ -41,8 +43,9 @@ def _refusal() -> str | None:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The newest one among the packages beside torch, or wherever the system looks."""
-    for name in NAMES:
+    """Of the packages beside torch, or wherever the system looks; the newest whose kernels the driver that torch needs can load."""
+    newest = int((torch.version.cuda or str(MAJORS[0])).split(".")[0])
+    for name in [f"libnvrtc.so.{major}" for major in MAJORS if major <= newest]:
         found = [path for folder in sys.path for path in sorted(glob.glob(os.path.join(glob.escape(folder), "nvidia", "*", "lib", name)))]
         for candidate in (*found, name):
             try:

@@ -3,7 +3,6 @@
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.patches import grid_width
 from tilewise.engines.gpu.mods import SMALLEST_SCALE
-from tilewise.sizes import less
 
 HEAD_DIMS = (64, 128)
 
@@ -14,7 +13,7 @@ def refuse_problem(p: Problem) -> str | None:
         return f"it needs one head dim for all, of {' or '.join(map(str, HEAD_DIMS))}, got {p.head_dim} and {p.v_dim}"
     if p.score is not None:
         return "it has no score functions, got one"
-    if less(p.scale, SMALLEST_SCALE):
+    if p.scale < SMALLEST_SCALE:
         return f"it needs a scale of at least {SMALLEST_SCALE}, got {p.scale}"
     if p.sinks is not None:
         return "it has no sinks, got some"
