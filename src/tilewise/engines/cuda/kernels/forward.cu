@@ -29,10 +29,12 @@
 #define V_CHUNKS ((DV + 63) / 64)
 #if FP16
 #define ROOM 0.0f                                               // fp16 has no room below: weights begin at 1 ...
-#define BIG 0x1p14f                                             // ... and are brought back before one could pass 2^15
+#define BIG 0x1p14f                                             // ... and a row is brought back before one could pass 2^15 ...
+#define BACK 10.0f                                              // ... not far, since a long row's many weights are small beside their sum
 #else
 #define ROOM 64.0f                                              // what is lost below 2^-126 is lost below 2^-62 of the largest weight
 #define BIG 0x1p-24f                                            // one step may add a factor of 2^150
+#define BACK -ROOM                                              // a row's sum is brought back to 2^BACK
 #endif
 #define UNSET -0x1.fffffep127f                                   // the shift of a row that has seen no key
 
@@ -343,7 +345,7 @@ struct Rows {
         float root[2];                                          // of the factor, which may lie below 2^-126
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float up = fmaxf(log2_of(quad_max(sum[h])) + ROOM, 0.0f);
+            float up = fmaxf(log2_of(quad_max(sum[h])) - (BACK), 0.0f);
             root[h] = exp2_of(-0.5f * up);
             shift[h] += up;
             sum[h] = sum[h] * root[h] * root[h];
