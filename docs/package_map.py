@@ -37,6 +37,7 @@ LAYERS = {
     "engines.fa2": "torch's FlashAttention-2 kernel",
     "engines.triton": "portable fused kernels",
     "engines.gluon": "Hopper kernels: TMA, wgmma, warp specialisation",
+    "engines.cuda": "Hopper's forward in CUDA C++, compiled by NVRTC",
     "engines": "the ordered list of engines; eager autograd and the torch operator around them",
     "frontend": "dispatch, call cache, token order, packing, mask tensors, block masks, interception",
     "attention": "attention(): the path of a call",

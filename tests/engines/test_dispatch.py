@@ -122,9 +122,9 @@ def test_a_scope_is_its_threads_own() -> None:
 
 def test_every_intent_has_known_candidates() -> None:
     wanted = {
-        "auto": ["native", "fa2", "gluon", "triton", "cpp", "blocked"],
-        "flex": ["gluon", "triton", "cpp", "blocked"],
-        "flash": ["fa2", "gluon", "triton", "cpp", "native", "blocked"],
+        "auto": ["native", "fa2", "cuda", "gluon", "triton", "cpp", "blocked"],
+        "flex": ["cuda", "gluon", "triton", "cpp", "blocked"],
+        "flash": ["fa2", "cuda", "gluon", "triton", "cpp", "native", "blocked"],
         "math": ["reference"],
     }
     assert {intent: [e.name for e in candidates(intent)] for intent in INTENTS} == wanted

@@ -59,7 +59,7 @@ def test_the_parts_of_a_workspace_share_no_memory() -> None:
     assert begins == [0, ALIGNED_BYTES, 2 * ALIGNED_BYTES] and memory.numel() == 3 * ALIGNED_BYTES
 
 
-@pytest.mark.parametrize(("backend", "queries"), [("triton", 64), ("triton", 1), ("gluon", 64)])
+@pytest.mark.parametrize(("backend", "queries"), [("triton", 64), ("triton", 1), ("gluon", 64), ("cuda", 64)])
 def test_a_replayed_call_makes_lse_only_where_it_is_asked_for(backend: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import tilewise as tw
     from tilewise.engines.gluon import NO_GLUON

@@ -13,6 +13,7 @@ from tilewise import masks, scores
 from tilewise.core.output import Output
 from tilewise.core.problem import Options, make_problem
 from tilewise.engines import Request, fa2, gluon, triton
+from tilewise.engines.cuda import nvrtc
 from tilewise.engines.fa2 import Fa2Engine, FlashPlan
 from tilewise.engines.gpu import limits
 from tilewise.engines.native import NativeEngine
@@ -42,6 +43,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Chooses:
     monkeypatch.setattr(triton, "NO_TRITON", None)
     monkeypatch.setattr(gluon, "NO_GLUON", None)
     monkeypatch.setattr(gluon, "finds_map_addresses", lambda: True)  # asks the CUDA driver
+    monkeypatch.setattr(nvrtc, "refusal", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
@@ -71,10 +73,12 @@ FLUX = {"shape": (1, 24, 4608, 128)}
 
 # docs/choosing.md has the same table, with the reasons.
 TABLE = [
-    (H100, LARGE, "gluon"),
-    (H100, FLUX, "gluon"),
-    (H100, {**FLUX, "learns": True}, "gluon"),
-    (H100, {**LARGE, "mask": masks.causal}, "gluon"),
+    (H100, LARGE, "cuda"),
+    (H100, FLUX, "cuda"),
+    (H100, {**FLUX, "learns": True}, "cuda"),
+    (H100, {**LARGE, "mask": masks.causal}, "cuda"),
+    (H100, {"shape": (1, 16, 4096, 256)}, "gluon"),
+    (H100, {**LARGE, "mask": masks.causal, "score": scores.softcap(30.0)}, "gluon"),
     (H100, SMALL, "fa2"),
     (H100, {**SMALL, "mask": masks.causal}, "triton"),
     (H100, DECODING, "fa2"),
@@ -135,7 +139,7 @@ def test_fa2_refuses_with_a_reason(call: dict[str, Any], reason: str, chooses: C
 
 def test_fa2_tells_who_is_faster(chooses: Chooses) -> None:
     said = {v.engine: v.reason for v in chooses(H100, **LARGE).verdicts}
-    assert "faster by 'gluon'" in str(said["fa2"])
+    assert "faster by 'cuda'" in str(said["fa2"])
     assert chooses(H100, backend="fa2", **LARGE).engine.name == "fa2"
 
 
@@ -182,7 +186,7 @@ def test_the_threshold_is_where_it_says(chooses: Chooses) -> None:
     """4 * heads * length^2 * head dim FLOPs."""
     length = 1024
     heads = int(fa2.WORTH_LEAVING / (4 * length**2 * 64))
-    assert [chooses(H100, (1, heads + more, length, 64)).engine.name for more in (0, 1)] == ["fa2", "gluon"]
+    assert [chooses(H100, (1, heads + more, length, 64)).engine.name for more in (0, 1)] == ["fa2", "cuda"]
 
 
 def test_native_on_old_gpus_and_other_makers(chooses: Chooses, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +220,7 @@ def test_gpus_that_kernels_cannot_be_launched_on(chooses: Chooses, monkeypatch: 
     monkeypatch.setattr("sys.platform", system)
     choice = chooses(H100, **LARGE, mask=masks.causal, score=scores.softcap(30.0))
     said = {verdict.engine: verdict.reason for verdict in choice.verdicts}
-    assert reason in str(said["triton"]) and reason in str(said["gluon"])
+    assert all([reason in str(said[engine]) for engine in ("cuda", "gluon", "triton")])
     assert choice.engine is not None and choice.engine.name == "blocked"
 
 

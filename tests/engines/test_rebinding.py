@@ -60,8 +60,9 @@ def step(backend: str, asked: dict[str, Any], transposed: bool = False) -> None:
     assert query.grad is not None and query.grad.stride() == query.stride() and key.grad is not None and key.grad.stride() == key.stride()
 
 
-@pytest.mark.parametrize("backend", ["gluon", "triton"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("backend", "case"), [(backend, case) for backend in ("cuda", "gluon", "triton") for case in CASES if backend != "cuda" or case not in ("bias", "sinks")]
+)
 @pytest.mark.parametrize("sums", [2**30, 2**16], ids=["whole", "in chunks"])
 def test_a_bound_pass_is_as_good_as_a_new_one(recorded: list[Recorded], backend: str, case: str, sums: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bwd_chunks, "MAX_SUMS_BYTES", sums)
@@ -84,6 +85,6 @@ def test_a_bound_pass_is_as_good_as_a_new_one(recorded: list[Recorded], backend:
     assert [r for r in bound if r.kernel in kernels] == fresh
 
 
-@pytest.mark.parametrize("backend", ["gluon", "triton"])
+@pytest.mark.parametrize("backend", ["cuda", "gluon", "triton"])
 def test_gradients_lie_as_their_inputs_do(recorded: list[Recorded], backend: str) -> None:
     step(backend, documents(3), transposed=True)

@@ -22,10 +22,11 @@ def test_triton(case: Case, dtype: torch.dtype) -> None:
     check(case, "triton", "cuda", dtype)
 
 
+@pytest.mark.parametrize("engine", ["gluon", "cuda"])
 @pytest.mark.parametrize(("case", "dtype"), [typed for typed in TYPED if typed.values[1] != torch.float32])
-def test_gluon(case: Case, dtype: torch.dtype) -> None:
-    refused(case, "cuda", dtype, "gluon")
-    check(case, "gluon", "cuda", dtype)
+def test_hopper(engine: str, case: Case, dtype: torch.dtype) -> None:
+    refused(case, "cuda", dtype, engine)
+    check(case, engine, "cuda", dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

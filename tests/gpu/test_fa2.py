@@ -51,6 +51,6 @@ def test_inside_torch_compile_another_engine_serves() -> None:
 def test_auto_takes_the_hopper_engine_without_a_mask() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    assert tw.explain(*tensors((1, 24, 4608, 128))).engine == "gluon"
+    assert tw.explain(*tensors((1, 24, 4608, 128))).engine == "cuda"
     assert tw.explain(*tensors((1, 2, 128, 64))).engine == "fa2"
     assert tw.explain(*tensors((4, 8, 1, 128), kv_len=4096)).engine == "fa2"

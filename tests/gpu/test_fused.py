@@ -187,7 +187,8 @@ hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 def test_hopper_is_the_first_choice_and_says_what_it_refuses() -> None:
     inputs = tensors(1, 16, 2048, 64)
     for backend in ("flex", "flash"):
-        assert tw.explain(*inputs, mask=masks.causal, backend=backend).engine == "gluon"
+        assert tw.explain(*inputs, mask=masks.causal, backend=backend).engine == "cuda"
+        assert tw.explain(*tensors(1, 16, 2048, 256), mask=masks.causal, backend=backend).engine == "gluon"
         assert tw.explain(*tensors(1, 2, 300, 64), mask=masks.causal, backend=backend).engine == "triton"  # starts sooner
     for refused, reason in (
         (tensors(1, 2, 300, 64, dtype=torch.float32), "either bfloat16 or float16"),
@@ -200,9 +201,9 @@ def test_hopper_is_the_first_choice_and_says_what_it_refuses() -> None:
 
 
 @hopper
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("engine", "dim"), [("gluon", 64), ("gluon", 128), ("gluon", 256), ("cuda", 64), ("cuda", 128)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_hopper_hears_nothing_of_masked_keys(dim: int, value: float) -> None:
+def test_hopper_hears_nothing_of_masked_keys(engine: str, dim: int, value: float) -> None:
     """Row 2: a poisoned key changes nothing for queries that do not attend to it, nor for keys that only those attend to, though
     they share tiles with it."""
     torch.manual_seed(0)
@@ -217,7 +218,7 @@ def test_hopper_hears_nothing_of_masked_keys(dim: int, value: float) -> None:
 
     def passes(k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         k, v = k.detach().requires_grad_(), v.detach().requires_grad_()
-        out = tw.attention(query, k, v, mask=mask, enable_gqa=True, backend="gluon")
+        out = tw.attention(query, k, v, mask=mask, enable_gqa=True, backend=engine)
         dq, dk, dv = torch.autograd.grad(out, (query, k, v), grad)
         return [out[:, :, :bad], dq[:, :, :bad], dk[:, :, :second], dv[:, :, :second]]
 
@@ -253,21 +254,23 @@ def test_hopper_gradients_are_those_of_float64(what: str, lengths: tuple[int, in
 
 
 @hopper
+@pytest.mark.parametrize("engine", ["gluon", "cuda"])
 @pytest.mark.parametrize("scale", [1.0, 133120.0])
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
-def test_hopper_survives_huge_logits(mask: Any, scale: float) -> None:
+def test_hopper_survives_huge_logits(mask: Any, scale: float, engine: str) -> None:
     """Row 5."""
     query, key, value = tensors(1, 2, 150, 64)
     big = [(t.detach() * 50).requires_grad_() for t in (query, key)]
-    out, *found = both_passes("gluon", *big, value, scale=scale, mask=mask)
+    out, *found = both_passes(engine, *big, value, scale=scale, mask=mask)
     assert all(t.isfinite().all() for t in (out, *found))
     assert out.abs().max() <= value.abs().max() + 1e-5
 
 
 @hopper
-def test_hopper_kernels_can_be_captured_and_replayed() -> None:
+@pytest.mark.parametrize("engine", ["gluon", "cuda"])
+def test_hopper_kernels_can_be_captured_and_replayed(engine: str) -> None:
     query, key, value = (t.detach() for t in tensors(2, 4, 700, 128))
-    step = lambda: tw.attention(query, key, value, mask=masks.causal, backend="gluon")
+    step = lambda: tw.attention(query, key, value, mask=masks.causal, backend=engine)
     wanted = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

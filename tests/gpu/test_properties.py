@@ -17,7 +17,7 @@ from tests.support.changing import CHANGES, check_changes
 from tests.support.structures import LARGE, by_the_rule, check_problems, drawn, drawn_problems, drawn_structure
 
 HALF = (torch.float16, torch.bfloat16)
-ENGINES = {"triton": (*HALF, torch.float32), "gluon": HALF}
+ENGINES = {"triton": (*HALF, torch.float32), "gluon": HALF, "cuda": HALF}
 STRUCTURES, PROBLEMS = 70, 40
 VARIABLE = "TILEWISE_PROPERTY_SEED"
 FIRST = int(os.environ.get(VARIABLE, "0")) * STRUCTURES

@@ -8,7 +8,7 @@ from tests.support.error_rule import check
 from tests.support.triton_misses import refused
 from tests.support.upstream_cases import UPSTREAM_CASES
 
-ENGINES = ["triton", "gluon"]
+ENGINES = ["triton", "gluon", "cuda"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

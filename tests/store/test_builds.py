@@ -202,6 +202,7 @@ def test_generated_sources_go_with_their_process_not_with_a_fork_of_it() -> None
 
 
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
+needs_gluon = pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON))
 LAYOUTS = {
     "bhsd": lambda heads, dim: torch.zeros(2, heads, 256, dim, dtype=torch.bfloat16, requires_grad=True),
     "bshd": lambda heads, dim: torch.zeros(2, 256, heads, dim, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2),
@@ -270,10 +271,12 @@ def test_without_gradients_no_backward_is_built() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON)))])
+@pytest.mark.parametrize("engine", ["triton", pytest.param("gluon", marks=needs_gluon), pytest.param("cuda", marks=needs_gluon)])
 def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the compiler is real; nothing is stored."""
     from tilewise.core import store
+    from tilewise.engines.cuda import nvrtc
+    from tilewise.engines.cuda.source import CudaKernel
     from tilewise.engines.gpu import background_build
     from tilewise.engines.gpu.kernel_cache import FACTS, load_or_build
     from tilewise.engines.gpu.kernel_request import KernelRequest
@@ -290,6 +293,8 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
     from tilewise.engines.gpu import compiler
 
     monkeypatch.setattr(compiler, "compiled", compiled)
+    monkeypatch.setattr(CudaKernel, "compiled", lambda self, request: compiled(request, None))
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(store, "write", lambda key, parts: None)
     monkeypatch.setattr(store, "read", lambda key: None)
     monkeypatch.setattr(background_build, "architecture", lambda device: 90)
@@ -300,7 +305,7 @@ def test_the_first_build_of_a_forward_starts_the_others(engine: str, monkeypatch
         load_or_build(request_of(launch, 90), launch.table)
     wait_for(lambda: not build_queue._process.threads)
     hopper = {"hopper_fwd", "hopper_fwd_fixup", "hopper_bwd_preprocess", "hopper_bwd", "hopper_bwd_postprocess", "pack_mask_bits"}
-    follow = {"triton": {"fwd", "bwd_preprocess", "bwd", "dq_postprocess"}, "gluon": hopper}
+    follow = {"triton": {"fwd", "bwd_preprocess", "bwd", "dq_postprocess"}, "gluon": hopper, "cuda": hopper - {"hopper_fwd"} | {"cuda_fwd"}}
     assert set(built) == {"classify"} | follow[engine]
 
 

@@ -38,6 +38,8 @@ class _Driver:
 
 def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """The launches from now on. Tile maps are made by torch, as on a CPU."""
+    from tilewise.engines.cuda import launches as cuda_launches
+    from tilewise.engines.cuda import nvrtc
     from tilewise.engines.gluon import GluonEngine, refusals
     from tilewise.engines.gluon import launches as gluon_launches
     from tilewise.engines.gluon import tile_schedule as hopper_schedule
@@ -55,7 +57,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
     for module in (launch, kernel_cache, fitting):
         monkeypatch.setattr(module, "architecture", lambda device: 90)
-    for module in (gluon_launches, triton_run):
+    for module in (cuda_launches, gluon_launches, triton_run):
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
     for module in (tile_schedule, hopper_schedule, triton_run):
         monkeypatch.setattr(module, "kernel_map", map_of)
@@ -64,6 +66,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(GluonEngine, "refuse", lambda self, p: refusals.refuse_problem(p))
+    monkeypatch.setattr(nvrtc, "refusal", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(TritonEngine, "refuse", lambda self, p: None)
     monkeypatch.setattr(kernel_cache, "_kernels", {})
 

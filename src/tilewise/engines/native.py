@@ -56,7 +56,7 @@ class NativeEngine(Engine):
 
     name = "native"
     summary = "torch SDPA, for problems it can express"
-    serves: ClassVar[Mapping[str, int]] = {"auto": 0, "flash": 3}
+    serves: ClassVar[Mapping[str, int]] = {"auto": 0, "flash": 4}
     is_fused = False
     is_torch_function = True
     takes_dense_mask = True

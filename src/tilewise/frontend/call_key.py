@@ -114,7 +114,16 @@ _descriptions: dict[tuple[Any, ...], _Description] = {}
 
 
 def key_of(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool, pages: Pages | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    score: Any,
+    options: Options,
+    backend: str,
+    needs_lse: bool,
+    pages: Pages | None = None,
+    needs_max: bool = False,
 ) -> CallKey | None:
     """What a call is known by; None if it cannot be."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None:
@@ -141,6 +150,7 @@ def key_of(
     known: tuple[Any, ...] = (
         backend,
         needs_lse,
+        needs_max,
         device,
         dtype,
         scale if scale != 0.0 else repr(scale),  # 0.0 == -0.0

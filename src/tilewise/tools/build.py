@@ -110,7 +110,8 @@ def _for_gpus(problems: list[Problem], singles: list[Problem], architectures: li
 
 
 def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], Any]]:
-    """The launches of calls like this problem on this architecture. On Hopper, small calls run on the Triton engine and large ones on Gluon."""
+    """The launches of calls like this problem on this architecture. On Hopper, small calls run on the Triton engine; large ones have Gluon's backward, and a
+    forward in CUDA C++ where that serves and its compiler is there."""
     from tilewise.engines.gluon import ARCHITECTURE, NO_GLUON
     from tilewise.engines.gluon.refusals import refuse_backward, refuse_problem
     from tilewise.engines.triton import aot, too_wide
@@ -123,11 +124,22 @@ def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], 
     if arch == ARCHITECTURE and NO_GLUON is None and refuse_problem(problem) is None:
         from tilewise.engines.gluon import aot as hopper
 
+        launches += _hopper_forward(problem)
         mine = _in_order(problem, "gluon")
-        launches += hopper.forward_launches(mine)
         if backward and refuse_backward(mine, bool(mine.learned)) is None:
             launches += hopper.backward_launches(mine)
     return launches
+
+
+def _hopper_forward(problem: Problem) -> list[Callable[[], Any]]:
+    from tilewise.engines.cuda import aot as cuda
+    from tilewise.engines.cuda import nvrtc
+    from tilewise.engines.cuda.refusals import refuse_problem
+    from tilewise.engines.gluon import aot as gluon
+
+    if refuse_problem(problem) is None and nvrtc.refusal() is None:
+        return cuda.forward_launches(_in_order(problem, "cuda"))
+    return gluon.forward_launches(_in_order(problem, "gluon"))
 
 
 def _in_order(problem: Problem, engine: str) -> Problem:

@@ -18,7 +18,7 @@ from tilewise.engines.dropout import refuse_scattered
 class CppEngine(Engine):
     name = "cpp"
     summary = "generated C++, vectorised and threaded, forward and backward, on CPUs with a C++ compiler"
-    serves: ClassVar[Mapping[str, int]] = {"auto": 3, "flex": 2, "flash": 2}
+    serves: ClassVar[Mapping[str, int]] = {"auto": 4, "flex": 3, "flash": 3}
     takes_pages = True
 
     def refuse(self, problem: Problem) -> str | None:

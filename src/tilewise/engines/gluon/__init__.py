@@ -30,7 +30,7 @@ NO_GLUON = triton_older_than(OLDEST_TRITON)
 class GluonEngine(GpuEngine):
     name = "gluon"
     summary = "warp-specialised kernels for Hopper GPUs (H100, H200)"
-    serves: ClassVar[Mapping[str, int]] = {"auto": 1, "flex": 0, "flash": 0}
+    serves: ClassVar[Mapping[str, int]] = {"auto": 2, "flex": 1, "flash": 1}
     min_keys_spared = 768  # sparing 512 was slower: 36 TFLOP/s instead of 47 with a neighborhood of 13 x 13, and 55 instead of 48 backward
 
     def refuse(self, problem: Problem) -> str | None:

@@ -16,17 +16,17 @@ from tilewise.engines.gpu.device_map import is_made_on_device, rows_ahead
 
 
 def forward_launches(p: Problem) -> list[Candidates]:
-    output = _output(p)
     counter = torch.empty(1, dtype=torch.int32, device=p.device)
-    return [
-        lambda: [launches.fwd_launch(p, launches.fwd_tensors(p, output, counter))],
-        lambda: [launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output))],
-        *_mask_bits(p, query_axis(forward_config(p))),
-    ]
+    return [lambda: [launches.fwd_launch(p, launches.fwd_tensors(p, output_of(p), counter))], *launches_around_forward(p)]
+
+
+def launches_around_forward(p: Problem) -> list[Candidates]:
+    """What a forward needs besides its own kernel: mask bits before it, the fix-up behind it."""
+    return [lambda: [launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output_of(p)))], *_mask_bits(p, query_axis(forward_config(p)))]
 
 
 def backward_launches(p: Problem) -> list[Candidates]:
-    (out, lse, _), workspace = _output(p), launches.backward_workspace(p)
+    (out, lse, _), workspace = output_of(p), launches.backward_workspace(p)
     work, grads = launches.Work(*workspace.tensors(workspace.allocate())), (torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value))
     return [
         lambda: [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, lse, out, None, work.delta, work))],
@@ -45,6 +45,6 @@ def _mask_bits(p: Problem, axis: MapAxis) -> list[Candidates]:
     return [lambda: [bits_launch(p, axis, numbers, axis.schedule(p), numbers)], *[partial(list, [launch]) for launch in schedules]]
 
 
-def _output(p: Problem) -> Output:
+def output_of(p: Problem) -> Output:
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
     return Output(like_query(p.query, p.v_dim), rows, rows)

@@ -12,14 +12,14 @@ from tilewise.engines.triton import aot as triton_aot
 
 def forward(p: Problem) -> None:
     wanted = wanted_gradients(p)
-    start(p, lambda p: aot.forward_launches(p) + ([] if wanted is None else _backward_launches(p, wanted)))
+    start(p, lambda p: aot.forward_launches(p) + ([] if wanted is None else backward_launches(p, wanted)))
 
 
 def backward(p: Problem, wanted: frozenset[int]) -> None:
-    start(p, partial(_backward_launches, wanted=wanted))
+    start(p, partial(backward_launches, wanted=wanted))
 
 
-def _backward_launches(p: Problem, wanted: frozenset[int]) -> list[Candidates]:
+def backward_launches(p: Problem, wanted: frozenset[int]) -> list[Candidates]:
     if refuse_backward(p, bool(wanted)) is None:
         return aot.backward_launches(p)
     return triton_aot.backward_launches(p, wanted)

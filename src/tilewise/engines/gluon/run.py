@@ -26,11 +26,16 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
-    misaligned = (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16  # a compiled graph did not know
-    if misaligned or too_many_mask_bits(p):
+    if not serves_forward(p):
         return triton_run.forward(p, plan)
     ready = plan.prepared(FORWARD, p, "hopper", lambda: Forward(p))
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))
+
+
+def serves_forward(p: Problem) -> bool:
+    """What is known when a call runs, and not before: addresses, of which a compiled graph knows nothing, and how many tiles have mask bits."""
+    misaligned = (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16
+    return not misaligned and not too_many_mask_bits(p)
 
 
 class Forward(Pass):

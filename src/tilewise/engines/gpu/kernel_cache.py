@@ -5,7 +5,8 @@ This is the plan's structure layer. Two keys lead to a kernel:
 KernelRequest   names everything the code depends on: the kernel, the types of its arguments (dtype and alignment of pointers, 32 or 64
                 bits of integers), its constants (generated mask and score functions by the hash of their source, tile sizes, flags),
                 warps, stages, the architecture, and whether products and sums may be fused. With `sources_digest` (our own kernels'
-                source, tilewise and Triton versions) it is the store's key. Values of integers and floats are arguments, so no window,
+                source, tilewise and Triton versions) it is the store's key. A kernel in CUDA C++ has its compiler's
+                version and options among its constants. Values of integers and floats are arguments, so no window,
                 length or scale makes a new kernel.
 its short form  `launch.prepare` has the same facts as Python values, and the device a kernel is loaded on; it is quicker to hash.
 """
@@ -23,7 +24,7 @@ from tilewise.core import store
 from tilewise.core.locks import new_lock
 from tilewise.engines.gpu import build_queue
 from tilewise.engines.gpu.driver import Box, Kernel, UnusableBinary
-from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable
+from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, OwnCompiler
 
 
 class Counts:
@@ -52,8 +53,9 @@ def sources_digest() -> str:
 
     digest = hashlib.sha256(f"{__version__} {version('triton')}".encode())
     engines = Path(__file__).parent.parent
-    for path in sorted(path for package in ("gpu", "triton", "gluon") for path in (engines / package).rglob("*.py")):
-        digest.update(path.read_bytes())
+    for package in ("gpu", "triton", "gluon", "cuda"):
+        for path in sorted([path for kind in ("*.py", "*.cu", "*.cuh") for path in (engines / package).rglob(kind)]):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -116,7 +118,9 @@ def load_or_build(request: KernelRequest, table: KernelTable) -> dict[str, bytes
 
 
 def _build(request: KernelRequest, table: KernelTable) -> dict[str, bytes]:
+    build_queue.notify()
+    if isinstance(table, OwnCompiler):
+        return table.compiled(request)
     from tilewise.engines.gpu.compiler import compiled
 
-    build_queue.notify()
     return compiled(request, table())

@@ -1,9 +1,8 @@
 """What the compiler is asked for."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-KernelTable = Callable[[], Mapping[str, Any]]  # Triton functions by name; called when one has to be compiled, since that imports Triton
 
 
 class KernelRequest(NamedTuple):
@@ -23,3 +22,15 @@ class TmaBlock(NamedTuple):
 
     dtype: str
     sizes: tuple[int, ...]
+
+
+class OwnCompiler(ABC):
+    """Where a kernel is found that Triton does not compile."""
+
+    @abstractmethod
+    def compiled(self, request: KernelRequest) -> dict[str, bytes]:
+        """What the store keeps (kernel_cache.py): the binary, and the facts needed to launch it."""
+
+
+TritonTable = Callable[[], Mapping[str, Any]]  # Triton functions by name; called when one has to be compiled, since that imports Triton
+KernelTable = TritonTable | OwnCompiler

@@ -23,7 +23,7 @@ from tilewise.engines.gpu.driver import Kernel, OwnPlaces, current_stream, enter
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.kernel_args import AlignedStrides, Strides
 from tilewise.engines.gpu.kernel_cache import architecture
-from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, TmaBlock
+from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, OwnCompiler, TmaBlock
 from tilewise.engines.gpu.limits import interpreted
 
 ADDRESS = struct.Struct("P")
@@ -253,7 +253,9 @@ class InterpretedLaunch:
         left = iter(tensors)
         named = {name: _refilled(value, left) for name, value in self._launch.tensors.items()}
         constants = {k: v.function() if isinstance(v, Generated) else v for k, v in self._launch.constants.items()}
-        function = self._launch.table()[self._launch.kernel]
+        table = self._launch.table
+        assert not isinstance(table, OwnCompiler)
+        function = table()[self._launch.kernel]
         function[(self._launch.programs,)](**named, **self._launch.static_args, **constants)
 
 

@@ -21,7 +21,7 @@ FLOAT8_GPU = (8, 9)
 class TritonEngine(GpuEngine):
     name = "triton"
     summary = "fused kernels, forward, backward and decode, on NVIDIA GPUs from Ampere on"
-    serves: ClassVar[Mapping[str, int]] = {"auto": 2, "flex": 1, "flash": 1}
+    serves: ClassVar[Mapping[str, int]] = {"auto": 3, "flex": 2, "flash": 2}
     takes_pages = True
 
     def refuse(self, problem: Problem) -> str | None:

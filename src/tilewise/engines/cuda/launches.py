@@ -1,0 +1,85 @@
+"""The arguments of the CUDA forward, from a problem and its tensors."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tilewise.core.output import Output
+from tilewise.core.problem import Problem
+from tilewise.engines.cuda import nvrtc
+from tilewise.engines.cuda.config import ForwardConfig, forward_config
+from tilewise.engines.cuda.source import CudaKernel
+from tilewise.engines.gluon import config as gluon
+from tilewise.engines.gluon.launches import heads_per_group, hopper_tiles
+from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, query_axis
+from tilewise.engines.gpu.arguments import shape_arguments
+from tilewise.engines.gpu.kernel_args import Strides
+from tilewise.engines.gpu.launch import Launch, TmaTensor
+from tilewise.engines.gpu.limits import sm_count
+from tilewise.engines.gpu.mods import scales
+
+FORWARD = CudaKernel("forward")
+
+
+class Tiles(NamedTuple):
+    """The tensors of a HopperSchedule, by the names they have in kernels/forward.cu; None without a map."""
+
+    order: Any
+    visited: Any
+    masked: Any
+    offsets: Any
+    starts: Any
+    stops: Any
+    first_bits: Any
+    bits: Any
+
+
+class Compiler(NamedTuple):
+    """What compiles the kernel: part of its key."""
+
+    version: tuple[int, int]
+    options: tuple[str, ...]
+
+
+def schedule_of(p: Problem) -> HopperSchedule:
+    """The same that the Gluon forward walks."""
+    return hopper_schedule(p, query_axis(gluon.forward_config(p)))
+
+
+def fwd_launch(p: Problem, output: Output, counter: Tensor) -> Launch:
+    schedule = schedule_of(p)
+    return fwd_launch_with(p, output, counter, schedule, forward_config(p, schedule.mapped))
+
+
+def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: HopperSchedule, config: ForwardConfig) -> Launch:
+    heads, tiles = p.batch * p.heads, -(-p.q_len // config.block_m)
+    items = heads * -(-tiles // config.cluster)  # what programs, or pairs of them, take at a time
+    return Launch(
+        "cuda_fwd",
+        FORWARD,
+        min(items, sm_count(p.device) // config.cluster) * config.cluster,
+        {
+            "q": TmaTensor(p.query, (1, 1, config.block_m, 64)),
+            "k": TmaTensor(p.key, (1, 1, config.block_n, 64)),
+            "v": TmaTensor(p.value, (1, 1, config.block_n, 64)),
+            "out": output.out,
+            "lse": output.lse,
+            "max_score": output.max_score,
+            "counter": counter,
+        },
+        {
+            "tiles": Tiles(*schedule.tensors),
+            "s_batch": schedule.strides[0],
+            "s_head": schedule.strides[1],
+            **shape_arguments(p),
+            "n_tiles": tiles,
+            "n_bh": heads,
+            "n_group": min(heads_per_group(p, schedule) * (p.heads // p.kv_heads), heads),
+            "scale": scales(p)[1],
+            "s_out": Strides(output.out.stride()),
+        },
+        {"C": config, "COMPILER": Compiler(nvrtc.version(), nvrtc.OPTIONS)},
+        config.warps,
+        1,
+        sources=(hopper_tiles(query_axis(gluon.forward_config(p))),),
+    )

@@ -1,0 +1,175 @@
+"""What the CUDA engine takes and refuses, and what its kernel's key and arguments are, as far as it can be told without a GPU and without NVRTC."""
+
+import glob
+import math
+
+import pytest
+import torch
+
+from tilewise import masks, scores
+from tilewise.core.problem import Options, Problem, make_problem
+from tilewise.engines import Request, engine_named
+from tilewise.engines.cuda import nvrtc
+from tilewise.engines.cuda.config import forward_config, forward_forms
+from tilewise.engines.cuda.refusals import refuse_problem
+from tilewise.engines.gluon import NO_GLUON, GluonEngine
+from tilewise.engines.gluon import config as gluon
+from tilewise.engines.gpu.driver import TENSOR_MAP
+from tilewise.engines.gpu.limits import shared_memory
+
+
+def problem(
+    shape: tuple[int, ...] = (2, 4, 512, 64),
+    v_dim: int | None = None,
+    mask: object = None,
+    score: object = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_heads: int | None = None,
+    **options: object,
+) -> Problem:
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    key = torch.empty((shape[0], kv_heads or shape[1], *shape[2:]), dtype=dtype, device="meta")
+    value = torch.empty((*key.shape[:3], v_dim or shape[3]), dtype=dtype, device="meta")
+    return make_problem(query, key, value, mask, score, Options(enable_gqa=True, **options))[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"shape": (1, 2, 512, 256)}, "64 or 128, got 256 and 256"),
+        ({"shape": (1, 2, 512, 96)}, "64 or 128, got 96 and 96"),
+        ({"v_dim": 128}, "got 64 and 128"),
+        ({"score": scores.softcap(30.0)}, "no score functions"),
+        ({"score": scores.sinks(torch.zeros(4))}, "no sinks"),
+        ({"scale": 1e-4}, "at least 0.001, got 0.0001"),
+        ({"scale": -1.0}, "at least 0.001, got -1.0"),
+        ({"dropout_p": 0.25, "seed": 1}, "no dropout, got 0.25"),
+        ({"shape": (1, 2, 128 * 128, 64), "mask": masks.neighborhood((128, 128), 13)}, "a grid of (128, 128) is read in patches"),
+        ({}, None),
+        ({"mask": masks.causal}, None),
+        ({"shape": (1, 2, 64 * 64, 128), "mask": masks.neighborhood((64, 64), 63)}, None),
+    ],
+)
+def test_refusals_name_what_was_given(asked: dict[str, object], reason: str | None) -> None:
+    said = refuse_problem(problem(**asked))
+    assert said is None if reason is None else reason in str(said)
+
+
+def test_row_maxima_are_for_another_engine() -> None:
+    engine = engine_named("cuda")
+    assert "max_scores" in str(engine.refuse_request(problem(), Request("flex", "a test", True, False, needs_max=True)))
+    assert engine.refuse_request(problem(), Request("flex", "a test", True, False)) is None
+
+
+def test_what_the_gluon_engine_refuses_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GluonEngine, "refuse", lambda self, p: "the GPU has 8.0")
+    assert engine_named("cuda").refuse(problem()) == "the GPU has 8.0"
+
+
+def test_without_its_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GluonEngine, "refuse", lambda self, p: None)
+    monkeypatch.setattr(nvrtc, "MAJORS", (0,))
+    for cached in (nvrtc.library, nvrtc.version, nvrtc._refusal):
+        cached.cache_clear()
+    try:
+        assert "pip install nvidia-cuda-nvrtc" in str(engine_named("cuda").refuse(problem()))
+    finally:
+        for cached in (nvrtc.library, nvrtc.version, nvrtc._refusal):
+            cached.cache_clear()
+
+
+def test_a_compiler_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 0))
+    nvrtc._refusal.cache_clear()
+    try:
+        assert "needs NVRTC 12.3 or newer, got 12.0" in str(nvrtc.refusal())
+    finally:
+        nvrtc._refusal.cache_clear()
+
+
+def test_the_library_is_looked_for_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest first, in the packages before the system's folders; one that does not load is passed over."""
+    tried: list[str] = []
+
+    def load(path: str) -> object:
+        tried.append(path)
+        if path == "libnvrtc.so.12":
+            return "found"
+        raise OSError
+
+    monkeypatch.setattr(nvrtc, "_loaded", load)
+    monkeypatch.setattr(nvrtc.sys, "path", ["/packages"])
+    monkeypatch.setattr(glob, "glob", lambda pattern: [pattern.replace("*", "cu13")] if pattern.endswith("13") else [])
+    try:
+        for cuda in (None, "12.8"):  # torch's, whose driver may not load what a newer one compiles
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            nvrtc.library.cache_clear()
+            assert nvrtc.library() == "found"
+    finally:
+        nvrtc.library.cache_clear()
+    assert tried == ["/packages/nvidia/cu13/lib/libnvrtc.so.13", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.12"]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_fit_shared_memory_and_are_the_gluon_engines_where_there_is_a_map(dim: int, mapped: bool) -> None:
+    p = problem((1, 2, 512, dim))
+    for config in forward_forms(p, mapped):
+        assert config.shared <= shared_memory(90)
+        assert not mapped or config.tile == gluon.forward_config(p).tile
+        assert config.block_m <= 256 and config.block_n % 16 == 0 and config.block_n <= 256  # boxes of TMA, shapes of wgmma
+        assert not mapped or config.block_n <= 128  # a word of mask bits for each row and thread
+
+
+@pytest.mark.parametrize(("length", "cluster"), [(1, 1), (128, 1), (129, 2), (256, 2), (300, 1), (900, 2), (1024, 2), (1100, 2)])
+def test_programs_share_keys_where_query_tiles_come_in_pairs(length: int, cluster: int) -> None:
+    assert forward_config(problem((1, 2, length, 128)), mapped=False).cluster == cluster
+
+
+@pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON))
+class TestLaunches:
+    """The kernel's request; nothing is compiled."""
+
+    @pytest.fixture(autouse=True)
+    def _compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+
+    def request(self, **asked: object) -> object:
+        from tilewise.engines.cuda import aot
+        from tilewise.engines.gpu.launch import request_of
+
+        return request_of(aot.forward_launches(problem(**asked))[0]()[0], 90)
+
+    def test_the_key_has_what_the_code_depends_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from tilewise.engines.gpu.kernel_cache import store_key
+
+        usual = store_key(self.request())
+        for other in ({"shape": (2, 4, 512, 128)}, {"dtype": torch.float16}, {"mask": masks.causal}):
+            assert store_key(self.request(**other)) != usual
+        for same in ({"shape": (3, 6, 100, 64)}, {"scale": 0.5}, {"kv_heads": 1}):  # numbers are arguments
+            assert store_key(self.request(**same)) == usual
+        masked = store_key(self.request(mask=masks.causal))
+        assert masked == store_key(self.request(mask=lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3))  # masks are bits
+        monkeypatch.setattr(nvrtc, "version", lambda: (13, 1))
+        assert store_key(self.request()) != usual
+        monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+        monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "-lineinfo"))
+        assert store_key(self.request()) != usual
+
+    def test_the_struct_of_arguments_has_what_is_packed(self) -> None:
+        from tilewise.engines.cuda.source import arguments
+
+        struct, types = arguments(self.request(mask=masks.causal))
+        assert types[0] == types[9] == types[18] == TENSOR_MAP and types.count(TENSOR_MAP) == 3
+        assert types[27:31] == ["*bf16", "*fp32", "*fp32", "*i32"] and types[31:39] == ["*i32"] * 8  # out, lse, maxima, counter; the schedule
+        assert "TensorMap q;\n    int q_sizes[4];\n    long long q_strides[4];" in struct and "void* out;" in struct and "int* first_bits;" in struct
+        assert "first_bits" not in arguments(self.request())[0]
+
+    def test_keys_are_shared_by_whole_pairs(self) -> None:
+        from tilewise.engines.cuda import aot
+
+        p = problem((1, 3, 512, 128), kv_heads=1)
+        both, alone = (make()[0] for make in aot.forward_launches(p)[:2])
+        assert (both.constants["C"].cluster, alone.constants["C"].cluster) == (2, 1)
+        assert both.programs % 2 == 0
+        assert math.isclose(both.static_args["scale"], 128**-0.5 * math.log2(math.e))
