@@ -71,6 +71,11 @@ MASKED = gl.constexpr(3)  # how many of them are masked; they come first
 BITS = gl.constexpr(4)  # index of the first one's block of mask bits
 
 
+VOTE_ASM = gl.constexpr(  # $0 = any lane's $1 > 2^120 ? infinity : $1
+    "{ .reg .pred over; setp.gt.f32 over, $1, 0f7B800000; vote.sync.any.pred over, over, 0xffffffff; selp.f32 $0, 0f7F800000, $1, over; }"
+)
+
+
 @gluon.constexpr_function
 def all_threads(config):
     """Threads of the producer warp and of all consumers."""
@@ -330,26 +335,15 @@ def consumer(
                 q, (b_m, b_l, b_words), kv_pipe, i_step, next_bits, n_masked > 0, n_steps > 1, score_args, SCORE, MAPPED, DROPOUT, WG, C
             )
             i_step += 1
-            n_exact = n_steps
-            if ANCHORED:
-                n_exact = gl.minimum(n_masked + 1, n_steps) if MAPPED else 1
-            if MAPPED or not ANCHORED:
-                for i in range(1, n_exact):
-                    next_bits = (p_bits, bits_row + (i + 1) * (NWG * ROWS), i + 1 < n_masked)
-                    state = (b_p, b_o, b_m, b_l, b_decay, b_words)
-                    b_p, b_o, b_m, b_l, b_decay, b_words = step(
-                        q, state, kv_pipe, i_step, next_bits, i < n_masked, i + 1 < n_steps, score_args, SCORE, MAPPED, True, DROPOUT, WG, C
-                    )
-                    i_step += 1
+            for i in range(1, n_steps):
+                next_bits = (p_bits, bits_row + (i + 1) * (NWG * ROWS), i + 1 < n_masked)
+                state = (b_p, b_o, b_m, b_l, b_decay, b_words)
+                b_p, b_o, b_m, b_l, b_decay, b_words = step(
+                    q, state, kv_pipe, i_step, next_bits, i < n_masked, i <= n_masked, i + 1 < n_steps, score_args, SCORE, MAPPED, DROPOUT, WG, C
+                )
+                i_step += 1
+            if not ANCHORED:
                 b_o = rescale_o(b_o, b_decay)
-            if ANCHORED:
-                b_m = gl.where((b_m == float("-inf")) & (n_exact < n_steps), 0.0, b_m)  # every later weight needs a finite anchor
-                for i in range(n_exact, n_steps):
-                    state = (b_p, b_o, b_m, b_l, b_decay, b_words)
-                    b_p, b_o, b_m, b_l, b_decay, b_words = step(
-                        q, state, kv_pipe, i_step, next_bits, False, i + 1 < n_steps, score_args, SCORE, MAPPED, False, DROPOUT, WG, C
-                    )
-                    i_step += 1
             last = (i_step - 1) % VS
             if VS <= 2:
                 mbarrier.wait(v_full.index(last), phase(i_step - 1, VS))
@@ -361,6 +355,8 @@ def consumer(
 
         # Epilogue: O = O / l, lse = m + ln l. Maxima are in base 2 here (m c), until they are stored.
         b_l_row = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)  # [64]
+        if ANCHORED:  # a row without a maximum, if there were steps that need none, was shifted by 0
+            b_m = gl.where((b_m == float("-inf")) & (n_steps > (n_masked + 1 if MAPPED else 1)), 0.0, b_m)
         b_mc = b_m * scale[1]
         o_q = m0 + gl.arange(0, ROWS, ROW)
         o_row = i_bh.to(gl.int64) * n_q + unpermuted_row(m0, gl.arange(0, ROWS, ROW), grid_width, PATCHED)
@@ -432,7 +428,7 @@ def first_step(
     b_s = warpgroup_mma_wait(0, deps=[s_token])
     named_barrier_arrive(K_FREE + i_step % KS, all_threads(C))
     release_q(has_next, C)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, b_words, score_args, SCORE, MAPPED, True, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, True, b_words, score_args, SCORE, MAPPED, True, DROPOUT, C)
     mbarrier.wait(k_full.index((i_step + 1) % KS), phase(i_step + 1, KS), pred=has_next)
     if VS > 2:
         mbarrier.wait(v_full.index(i_step % VS), phase(i_step, VS))
@@ -456,18 +452,17 @@ def step(
     i_step,
     next_bits,
     is_masked,
+    is_exact,
     has_next,
     score_args,
     SCORE: gl.constexpr,
     MAPPED: gl.constexpr,
-    EXACT: gl.constexpr,
     DROPOUT: gl.constexpr,
     WG: gl.constexpr,
     C: gl.constexpr,
 ):
     """S and softmax of K tile i_step, P V of the tile before it. state: P [64, BN] of the tile before, in 16 bits; O; row maxima; row sums; b_decay, the
-    softmax rescale that O still needs; this step's mask bits. next_bits: what step_mask_bits needs to load the next step's. Where not EXACT, m is the rows'
-    anchor and stays, nothing is rescaled, and nothing is masked.
+    softmax rescale that O still needs; this step's mask bits. next_bits: what step_mask_bits needs to load the next step's. is_exact: see softmax_step.
 
     Masked steps branch. In a loop of their own, which would also be more code, ptxas moves the mask's arithmetic to where it delays the other warpgroup."""
     b_p, b_o, b_m, b_l, b_decay, b_words = state
@@ -477,11 +472,12 @@ def step(
     VS: gl.constexpr = C.value.v_stages
     BN: gl.constexpr = C.value.block_n
     DV: gl.constexpr = C.value.dv
+    ANCHORED: gl.constexpr = C.value.anchored
     ALL_THREADS: gl.constexpr = all_threads(C)
     if C.value.ping_pong:
         named_barrier_sync(TURN + WG, TWO_WARPGROUPS)
     s_token = issue_qk(q, k_bufs.index(i_step % KS), C)  # S = Q K^T  [64, BN]
-    if EXACT:
+    if not ANCHORED:
         b_o = rescale_o(b_o, b_decay)
     if VS <= 2:
         mbarrier.wait(v_full.index((i_step - 1) % VS), phase(i_step - 1, VS))
@@ -489,28 +485,23 @@ def step(
     if C.value.ping_pong:
         named_barrier_arrive(TURN + (WG + 1) % NWG, TWO_WARPGROUPS)
     n0 = mailbox_read(step_mailbox, i_step % KS)
-    if EXACT:
-        b_next_words = step_mask_bits(next_bits[0], next_bits[1], next_bits[2], MAPPED, C)
+    b_next_words = step_mask_bits(next_bits[0], next_bits[1], next_bits[2], MAPPED, C)
     if VS > 2:  # the next K is awaited while the products run
         mbarrier.wait(k_full.index((i_step + 1) % KS), phase(i_step + 1, KS), pred=has_next)
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     named_barrier_arrive(K_FREE + i_step % KS, ALL_THREADS)
     release_q(has_next, C)
-    if EXACT:
-        b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, b_words, score_args, SCORE, MAPPED, False, DROPOUT, C)
-    else:
-        b_p, b_l = anchored_softmax_step(b_s, b_m, b_l, n0, score_args, SCORE, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, is_exact, b_words, score_args, SCORE, MAPPED, False, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(i_step % VS), phase(i_step, VS))
     else:
         mbarrier.wait(k_full.index((i_step + 1) % KS), phase(i_step + 1, KS), pred=has_next)
-    if EXACT:
-        b_o, b_p, b_l, b_decay = warpgroup_mma_wait(0, deps=[o_token, b_p, b_l, b_decay])
-        b_words = b_next_words
-    else:
-        b_o, b_p, b_l = warpgroup_mma_wait(0, deps=[o_token, b_p, b_l])
+    b_o, b_p, b_l, b_decay = warpgroup_mma_wait(0, deps=[o_token, b_p, b_l, b_decay])
+    if ANCHORED and MAPPED:  # few steps are exact: O is rescaled where they end, in no other
+        if is_exact:
+            b_o = b_o * gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_o.type.layout), assert_trivial=True), 1)
     named_barrier_arrive(V_FREE + (i_step - 1) % VS, ALL_THREADS)
-    return as_operand(b_p, k_bufs.dtype, C), b_o, b_m, b_l, b_decay, b_words
+    return as_operand(b_p, k_bufs.dtype, C), b_o, b_m, b_l, b_decay, b_next_words
 
 
 @gluon.jit
@@ -535,12 +526,27 @@ def step_mask_bits(p_bits, row, is_masked, MAPPED: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def softmax_step(
-    b_s, b_m, b_l, n0, is_masked, b_words, score_args, SCORE: gl.constexpr, MAPPED: gl.constexpr, FIRST: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr
+    b_s,
+    b_m,
+    b_l,
+    n0,
+    is_masked,
+    is_exact,
+    b_words,
+    score_args,
+    SCORE: gl.constexpr,
+    MAPPED: gl.constexpr,
+    FIRST: gl.constexpr,
+    DROPOUT: gl.constexpr,
+    C: gl.constexpr,
 ):
     """Online softmax of one tile: P = 2^(S c - m c) from q.k, [64, BN], with dropout; the new row maxima m [64]; the new row sums l [64, 4], one for each of
-    the four lanes of a row; and the softmax rescale 2^(m_old c - m c) [64] of everything summed before."""
+    the four lanes of a row; and the softmax rescale 2^(m_old c - m c) [64] of everything summed before, where the step is exact.
+
+    With C.anchored, steps are exact as long as a row may be without a maximum: masked tiles and the one after them. Others keep m, and weights may exceed 1."""
     n_kv = score_args[4]
-    BN: gl.constexpr = C.value.block_n
+    c = score_args[5][1]
+    ANCHORED: gl.constexpr = C.value.anchored
     b_s = scored(b_s, n0, score_args, SCORE)
     if MAPPED:
         if is_masked:
@@ -548,24 +554,40 @@ def softmax_step(
     elif FIRST:  # without a map, the tile at the end of the keys comes first
         if is_masked:
             b_s = gl.where(n0 + column_offsets(b_s) < n_kv, b_s, float("-inf"))
-    c = score_args[5][1]
-    b_tile_max = gl.max(gl.max(gl.max(b_s.reshape(fragment_shape(ROWS, BN)), 1), 2), 1)
-    b_m_new = gl.maximum(b_m, gl.convert_layout(b_tile_max, b_m.type.layout, assert_trivial=True))
-    b_mc = gl.where(b_m_new == float("-inf"), 0.0, b_m_new * c)  # 0 for a row that has attended nothing yet: 2^(-inf - 0) = 0, not NaN
-    b_decay = gl.exp2(b_m * c - b_mc)
-    b_p, b_tile_sum = weights(b_s, b_mc, c)
-    b_decay_lanes = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_tile_sum.type.layout), assert_trivial=True), 1)
-    b_l = gl.convert_layout(b_l, b_tile_sum.type.layout, assert_trivial=True) * b_decay_lanes + b_tile_sum
-    return dropped_out(b_p, n0, score_args, DROPOUT), b_m_new, b_l, b_decay
+    b_decay = gl.zeros_like(b_m)
+    if FIRST or not ANCHORED:
+        b_m, b_l, b_decay = new_maxima(b_s, b_m, b_l, c)
+    elif MAPPED:
+        if is_exact:
+            b_m, b_l, b_decay = new_maxima(b_s, b_m, b_l, c)
+    b_p = gl.exp2(b_s * c - gl.expand_dims(shift(b_m, c), 1))
+    b_l += gl.convert_layout(gl.sum(gl.sum(b_p.reshape(fragment_shape(b_s.shape[0], b_s.shape[1])), 1), 2), b_l.type.layout, assert_trivial=True)
+    if ANCHORED and MAPPED and C.value.v_stages > 2:
+        b_l = border(b_l)
+    return dropped_out(b_p, n0, score_args, DROPOUT), b_m, b_l, b_decay
 
 
 @gluon.jit
-def anchored_softmax_step(b_s, b_m, b_l, n0, score_args, SCORE: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr):
-    """The same of a full tile with the rows' anchors m as they are: P = 2^(S c - m c), and the new row sums. docs/kernels/softmax.md says what this needs."""
-    c = score_args[5][1]
-    b_p, b_tile_sum = weights(scored(b_s, n0, score_args, SCORE), b_m * c, c)
-    b_l = gl.convert_layout(b_l, b_tile_sum.type.layout, assert_trivial=True) + b_tile_sum
-    return dropped_out(b_p, n0, score_args, DROPOUT), b_l
+def new_maxima(b_s, b_m, b_l, c):
+    """Row maxima with those of one more tile, row sums rescaled to them, and the rescale."""
+    b_tile_max = gl.max(gl.max(gl.max(b_s.reshape(fragment_shape(b_s.shape[0], b_s.shape[1])), 1), 2), 1)
+    b_m_new = gl.maximum(b_m, gl.convert_layout(b_tile_max, b_m.type.layout, assert_trivial=True))
+    b_decay = gl.exp2(b_m * c - shift(b_m_new, c))
+    b_l = b_l * gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_l.type.layout), assert_trivial=True), 1)
+    return b_m_new, b_l, b_decay
+
+
+@gluon.jit
+def shift(b_m, c):
+    """m c, what weights in base 2 are shifted by; 0 for a row that has attended nothing yet: 2^(-inf - 0) = 0, not NaN."""
+    return gl.where(b_m == float("-inf"), 0.0, b_m * c)
+
+
+@gluon.jit
+def border(b_l):
+    """The row sums; infinite in all rows of a warp if one of them is out of range. Nothing needs that before the epilogue, but ptxas cannot move a vote of the
+    warp, and would otherwise move the exp2s behind the wait for V, and the wait for P V in front of them."""
+    return gl.inline_asm_elementwise(VOTE_ASM, "=f,f", [b_l], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -586,13 +608,6 @@ def scored(b_s, n0, score_args, SCORE: gl.constexpr):
     return apply_score(
         b_s, scale, i_b, i_h, row_index(o_q, m0 + b_s.shape[0] <= n_q), column_index(n0, o_column, n0 + b_s.shape[1] <= n_kv), score, SCORE
     )
-
-
-@gluon.jit
-def weights(b_s, b_mc, c):
-    """P = 2^(S c - m c), [64, BN], and its sums by row and lane, [64, 4]."""
-    b_p = gl.exp2(b_s * c - gl.expand_dims(b_mc, 1))
-    return b_p, gl.sum(gl.sum(b_p.reshape(fragment_shape(b_s.shape[0], b_s.shape[1])), 1), 2)
 
 
 @gluon.jit
