@@ -163,7 +163,7 @@ def fwd_launch(p: Problem, tensors: Tensors) -> Launch:
 def fwd_fixup_launch(p: Problem, tensors: FwdTensors) -> Launch:
     config = forward_config(p)
     schedule = query_axis(config).schedule(p)
-    constants = replace(attention_constants(p, config.tile, schedule.mapped), sinks=p.sinks is not None)
+    constants = replace(attention_constants(p, config.tile, schedule.mapped), sinks=p.sinks is not None, anchored=config.anchored)
     return Launch(
         "hopper_fwd_fixup",
         kernels,

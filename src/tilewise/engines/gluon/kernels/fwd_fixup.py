@@ -1,9 +1,12 @@
-"""Recomputes query tiles whose result the Hopper forward found non-finite: a NaN at a masked key that reached other rows, or a sum beyond float32."""
+"""Recomputes query tiles whose result the Hopper forward found non-finite: a NaN at a masked key that reached other rows, or a sum out of range."""
 
 import triton
 import triton.language as tl
 
 from tilewise.engines.gpu.kernels.nonfinite_rows import fwd_rows
+from tilewise.engines.triton.kernels.forward import fwd_again
+
+AGAIN: tl.constexpr = tl.constexpr(64)  # rows at a time: query tiles may have 192
 
 
 @triton.jit
@@ -28,4 +31,9 @@ def fwd_fixup(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.cons
             tensors.out + i_b * args.strides.out[0] + i_h * args.strides.out[1],
         )
         row = i_b * args.schedule.strides[0] + i_h * args.schedule.strides[1] + i_tile
-        fwd_rows(head, row, (i_b, i_h), i_bh, i_tile, tensors, args, MASK, SCORE, C)
+        stop = tl.minimum(i_tile * M + M, n_q)
+        if C.value.anchored:
+            for first in range(i_tile * M, stop, AGAIN):
+                fwd_again(head, row, (i_b, i_h), i_bh, first, AGAIN, tensors, args, MASK, SCORE, C)
+        else:
+            fwd_rows(head, row, (i_b, i_h), i_bh, i_tile * M, stop, tensors, args, MASK, SCORE, C)
