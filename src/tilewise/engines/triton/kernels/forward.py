@@ -229,7 +229,7 @@ def tile_scores(queries, p_k, bh, i_kv, applies, args, MASK: tl.constexpr, SCORE
 @triton.jit
 def with_sums_of_one(b_m, b_l, b_acc):
     """The same rows as m + log2 l, 1 and acc / l: sums of any size can then be compared with a sink's weight."""
-    return b_m + tl.log2(b_l), tl.full_like(b_l, 1.0), b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    return b_m + tl.log2(b_l), tl.full(b_l.shape, 1.0, tl.float32), b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
 
 
 @triton.jit
