@@ -83,7 +83,7 @@ def smem_dim(size: int) -> int:
 
 def forward_config(p: Problem) -> ForwardConfig:
     config = _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), p.given_tiles is not None, grid_width(p) is not None)
-    return _anchored(config) if is_anchored(p) else config
+    return _anchored(config) if is_anchored(p) and grid_width(p) is None else config  # most tiles of patches are masked
 
 
 @lru_cache(maxsize=64)

@@ -605,9 +605,7 @@ def scored(b_s, n0, score_args, SCORE: gl.constexpr):
     """Scores from q.k, [64, BN], still to be multiplied by scale[1]."""
     i_b, i_h, m0, n_q, n_kv, scale, _, _, score = score_args
     o_q, o_column = m0 + row_offsets(b_s), column_offsets(b_s)
-    return apply_score(
-        b_s, scale, i_b, i_h, row_index(o_q, m0 + b_s.shape[0] <= n_q), column_index(n0, o_column, n0 + b_s.shape[1] <= n_kv), score, SCORE
-    )
+    return apply_score(b_s, scale, i_b, i_h, row_index(o_q, m0 + b_s.shape[0] <= n_q), column_index(n0, o_column, n0 + b_s.shape[1] <= n_kv), score, SCORE)
 
 
 @gluon.jit

@@ -162,19 +162,7 @@ def anchors(queries, b_m, p_k, bh, i_kv, args, MASK: tl.constexpr, SCORE: tl.con
 
 @triton.jit
 def attend_tile(
-    queries,
-    state,
-    kv,
-    bh,
-    i_kv,
-    applies,
-    tensors,
-    args,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-    C: tl.constexpr,
+    queries, state, kv, bh, i_kv, applies, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr, C: tl.constexpr
 ):
     """One key tile of the online softmax: P = 2^(s - max), l = l decay + sum P, acc = acc decay + P V. MASKED: check the mask and the end. EXACT: follow the
     maximum; otherwise it is an anchor, which is kept, and there is no decay.
