@@ -11,7 +11,12 @@ import tilewise as tw
 from tests.support.cases import CASES, Case
 from tests.support.error_rule import check
 from tilewise import masks, scores
+from tilewise.core.output import Output
+from tilewise.core.problem import Options, make_problem
+from tilewise.engines.gluon import launches
 from tilewise.engines.gpu import anchoring, structure
+from tilewise.engines.gpu.device_map import device_map_of
+from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.triton.kernels import forward
 from tilewise.frontend import call_cache
 
@@ -117,12 +122,10 @@ def test_sinks(factor: float, logit: float) -> None:
 
 
 def test_nan_and_infinity() -> None:
-    for place, number in ((5, torch.nan), (90, torch.inf), (70, -torch.inf)):
-        for which in (0, 1, 2):
-            inputs = drawn()
-            inputs[which][0, 0, place, 3] = number
-            assert_right(inputs, mask=masks.causal)
-            assert_right(inputs)
+    for which, place, number in ((0, 40, torch.nan), (1, 70, -torch.inf), (2, 90, torch.inf)):
+        inputs = drawn()
+        inputs[which][0, 0, place, 3] = number
+        assert_right(inputs, mask=masks.causal if which else None)
 
 
 def test_huge_scores() -> None:
@@ -136,3 +139,22 @@ def test_small_values() -> None:
     query, key, value = drawn()
     found = tw.attention(query, key, value * 2.0**-110, backend="triton")
     torch.testing.assert_close(found.float() * 2.0**110, tw.attention(query, key, value, backend="triton").float(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_hopper_fix_up_computes_marked_tiles_again(dim: int, mask: Any) -> None:
+    """Tiles of 192 or 128 queries, 64 rows at a time; what is not marked stays."""
+    query, key, value = drawn(300, dim, heads=3)
+    p = make_problem(query, key, value, mask, None, Options())[0]
+    output = Output(torch.full_like(query, 7.0), torch.zeros(1, 3, 300), torch.zeros(1, 3, 300))
+    rows = 192 if dim == 64 else 128
+    output.lse[0, 1, rows + 3] = output.lse[0, 2, 299] = torch.nan
+    tensors = launches.fwd_fixup_tensors(p, output)
+    prepare(launches.fwd_fixup_launch(p, tensors), p.device).bind(p, device_map_of, False).launch(list(tensors))
+    wanted, wanted_lse = tw.attention(*[t.double() for t in (query, key, value)], mask=mask, return_lse=True, backend="reference")
+    marked = torch.zeros(1, 3, 300, dtype=torch.bool)
+    marked[0, 1, rows : 2 * rows] = marked[0, 2, 300 // rows * rows :] = True
+    torch.testing.assert_close(output.out[marked].double(), wanted[marked], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(output.lse[marked].double(), wanted_lse[marked], rtol=1e-4, atol=1e-4)
+    assert bool((output.out[~marked] == 7.0).all()) and bool((output.lse[~marked] == 0.0).all())
