@@ -13,7 +13,8 @@ Why the schedule is as it is (docs/kernels/hopper.md has the measurements):
  - P is packed to 16 bits after the wait for P V. Packed before it, the new P needs registers of its own while the old P and the scores are still live.
  - Row maxima and sums are first reduced over the registers of a thread, even and odd columns apart: four independent chains instead of one. The sums are
    reduced across lanes only once per query tile, in the epilogue.
- - O is rescaled after Q K^T was issued, not before it.
+ - O is rescaled after Q K^T was issued, not before it. With C.anchored it is rescaled in few steps, at their end, and row maxima stay as they are in all
+   others (docs/kernels/softmax.md).
  - A wait for an mbarrier ends a basic block. One stands between the softmax and the wait for P V, or ptxas hoists that wait above the exp2s.
 """
 
