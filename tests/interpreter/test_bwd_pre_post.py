@@ -22,7 +22,7 @@ def strides(t: torch.Tensor) -> Strides:
 
 def constants(m: int, n: int, dim: int) -> AttentionConstants:
     flags = {"mapped": False, "given": False, "dropout": False, "placed": False, "sinks": False, "upcast": False}
-    return AttentionConstants(m, n, dim, dim, dim, dim, **flags, precision="ieee", stages=1, masked_stages=1, page=0)
+    return AttentionConstants(m, n, dim, dim, dim, dim, **flags, precision="ieee", stages=1, masked_stages=1, page=0, anchored=False)
 
 
 def postprocess_args(like: torch.Tensor, tiles: int, grid_width: int, scale: tuple[float, float, float]) -> PostprocessArgs:

@@ -3,12 +3,13 @@
 A config is a constexpr of its kernel. Nothing here needs Triton.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.named_barriers import FWD_Q_FREE
 from tilewise.engines.gluon.patches import grid_width
+from tilewise.engines.gpu.anchoring import is_anchored
 
 ROWS = 64  # query rows of a warpgroup
 
@@ -23,6 +24,7 @@ class ForwardConfig:
     v_stages: int  # with three or more, V is awaited after the softmax that precedes P V, and the next K while the products run
     ping_pong: bool  # consumer warpgroups take turns at issuing wgmma
     own_o_buffer: bool  # O is staged in shared memory of its own, not in Q's: the next Q can load during the epilogue
+    anchored: bool = False  # full tiles but the first keep the rows' maxima as they are (docs/kernels/softmax.md)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -80,7 +82,13 @@ def smem_dim(size: int) -> int:
 
 
 def forward_config(p: Problem) -> ForwardConfig:
-    return _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), p.given_tiles is not None, grid_width(p) is not None)
+    config = _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), p.given_tiles is not None, grid_width(p) is not None)
+    return _anchored(config) if is_anchored(p) and grid_width(p) is None else config  # most tiles of patches are masked
+
+
+@lru_cache(maxsize=64)
+def _anchored(config: ForwardConfig) -> ForwardConfig:
+    return replace(config, anchored=True)
 
 
 @lru_cache(maxsize=64)

@@ -5,12 +5,23 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tilewise.engines.gpu.kernel_args import AttentionConstants, BwdStrides, KernelConstants, Mods, PreprocessStrides, Schedule, Shape
+from tilewise.engines.gpu.kernel_args import AttentionConstants, BwdStrides, FwdStrides, KernelConstants, Mods, PreprocessStrides, Schedule, Shape
 
 
 @dataclass(frozen=True)
 class FixupConstants(AttentionConstants):
     rows: int  # the tile's, padded to a power of two
+    tiles: int  # of a program
+
+
+class FixupArgs(NamedTuple):
+    strides: FwdStrides
+    schedule: Schedule  # of query tiles
+    shape: Shape
+    n_tiles: int  # of a head
+    n_all: int  # of all heads
+    mods: Mods
+    pages: tuple[()] = ()
 
 
 class PreprocessTensors(NamedTuple):

@@ -11,6 +11,7 @@ from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.config import ROWS, backward_config, forward_config
 from tilewise.engines.gluon.kernel_args import (
+    FixupArgs,
     FixupConstants,
     PostprocessArgs,
     PostprocessConstants,
@@ -25,7 +26,7 @@ from tilewise.engines.gluon.tile_schedule import HopperSchedule, MapAxis, hopper
 from tilewise.engines.gpu.arguments import attention_constants, dropout_arguments, mods_of, schedule_of, seed_of, shape_arguments, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
 from tilewise.engines.gpu.config import padded_dim
-from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
+from tilewise.engines.gpu.kernel_args import BwdStrides, FwdStrides, FwdTensors, PreprocessStrides
 from tilewise.engines.gpu.launch import Launch, Source, TmaTensor, mask_captures, score_captures
 from tilewise.engines.gpu.limits import sm_count
 from tilewise.engines.gpu.mods import dscore_of, mask_of, mod_arguments, scales, score_of
@@ -33,6 +34,7 @@ from tilewise.engines.gpu.workspace import Part, Workspace
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
 PREPROCESS_ROWS = 32
+FIXUP_TILES = 8  # that a program looks at, where it may have to compute them again with products: it then has too many registers for many programs at a time
 
 Tensors = dict[str, Any]
 
@@ -163,22 +165,24 @@ def fwd_launch(p: Problem, tensors: Tensors) -> Launch:
 def fwd_fixup_launch(p: Problem, tensors: FwdTensors) -> Launch:
     config = forward_config(p)
     schedule = query_axis(config).schedule(p)
-    constants = replace(attention_constants(p, config.tile, schedule.mapped), sinks=p.sinks is not None)
+    constants = replace(attention_constants(p, config.tile, schedule.mapped), sinks=p.sinks is not None, anchored=config.anchored)
+    count, at_once = p.batch * p.heads * schedule.count, FIXUP_TILES if config.anchored else 1
     return Launch(
         "hopper_fwd_fixup",
         kernels,
-        p.batch * p.heads * schedule.count,
+        -(-count // at_once),
         {"tensors": tensors},
         {
-            "args": FwdArgs(
+            "args": FixupArgs(
                 FwdStrides(strides(tensors.q), strides(tensors.k), strides(tensors.v), strides(tensors.out)),
                 schedule_of(schedule),
                 shape_of(p),
                 schedule.count,
+                count,
                 mods_of(p),
             )
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "C": FixupConstants(**vars(constants), rows=padded_dim(config.tile[0]))},
+        {"MASK": mask_of(p), "SCORE": score_of(p), "C": FixupConstants(**vars(constants), rows=padded_dim(config.tile[0]), tiles=at_once)},
         4,
         1,
         sources=(tiles(query_axis(config)), mask_captures, score_captures),

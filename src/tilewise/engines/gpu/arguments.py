@@ -52,7 +52,7 @@ def pages_of(p: Problem) -> PageArgs | tuple[()]:
 
 
 def attention_constants(p: Problem, tile: tuple[int, int], mapped: bool, stages: int = 1, masked_stages: int = 1) -> AttentionConstants:
-    """For tiles of this size. Sinks are the forward's business alone."""
+    """For tiles of this size. Sinks and anchors are the forward's business alone."""
     return AttentionConstants(
         *tile,
         d=padded_dim(p.head_dim),
@@ -69,6 +69,7 @@ def attention_constants(p: Problem, tile: tuple[int, int], mapped: bool, stages:
         stages=stages,
         masked_stages=masked_stages,
         page=0 if p.pages is None else p.pages.size,
+        anchored=False,
     )
 
 

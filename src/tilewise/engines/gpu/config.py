@@ -10,6 +10,7 @@ from tilewise.core.tf32 import allows_tf32
 from tilewise.engines.gpu.limits import interpreted
 
 LOG2E = 1.4426950408889634
+SMALLEST_SUM, LARGEST_SUM = 2.0**-60, 2.0**120  # of a row's weights: one that is out of this range is computed again (docs/kernels/softmax.md)
 
 
 class Config(NamedTuple):

@@ -184,6 +184,7 @@ class AttentionConstants(KernelConstants):
     stages: int  # tiles in flight
     masked_stages: int  # the same in loops that evaluate the mask
     page: int  # rows of a page of keys and values; 0: they are in no pages
+    anchored: bool  # of a forward: full tiles take no maxima (docs/kernels/softmax.md)
 
 
 @dataclass(frozen=True)

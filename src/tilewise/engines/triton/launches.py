@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import Problem
+from tilewise.engines.gpu.anchoring import is_anchored
 from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, mods_of, pages_of, schedule_of, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows
 from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
@@ -84,7 +85,7 @@ def fwd_launch(p: Problem, tensors: FwdTensors, config: Config) -> Launch:
                 pages_of(p),
             )
         },
-        {"MASK": mask_of(p), "SCORE": score_of(p), "C": replace(constants, sinks=p.sinks is not None)},
+        {"MASK": mask_of(p), "SCORE": score_of(p), "C": replace(constants, sinks=p.sinks is not None, anchored=is_anchored(p))},
         config.warps,
         config.stages,
         fuses(p),

@@ -13,7 +13,8 @@ Why the schedule is as it is (docs/kernels/hopper.md has the measurements):
  - P is packed to 16 bits after the wait for P V. Packed before it, the new P needs registers of its own while the old P and the scores are still live.
  - Row maxima and sums are first reduced over the registers of a thread, even and odd columns apart: four independent chains instead of one. The sums are
    reduced across lanes only once per query tile, in the epilogue.
- - O is rescaled after Q K^T was issued, not before it.
+ - O is rescaled after Q K^T was issued, not before it. With C.anchored it is rescaled in few steps, at their end, and row maxima stay as they are in all
+   others (docs/kernels/softmax.md).
  - A wait for an mbarrier ends a basic block. One stands between the softmax and the wait for P V, or ptxas hoists that wait above the exp2s.
 """
 
@@ -69,6 +70,11 @@ TILE = gl.constexpr(1)  # which query tile
 STEPS = gl.constexpr(2)  # K/V tiles to visit: 0 if the tile's rows attend nothing, -1 when all work is done
 MASKED = gl.constexpr(3)  # how many of them are masked; they come first
 BITS = gl.constexpr(4)  # index of the first one's block of mask bits
+
+
+VOTE_ASM = gl.constexpr(  # $0 = any lane's $1 > 2^120 ? infinity : $1
+    "{ .reg .pred over; setp.gt.f32 over, $1, 0f7B800000; vote.sync.any.pred over, over, 0xffffffff; selp.f32 $0, 0f7F800000, $1, over; }"
+)
 
 
 @gluon.constexpr_function
@@ -297,6 +303,7 @@ def consumer(
     D: gl.constexpr = C.value.d
     DV: gl.constexpr = C.value.dv
     VS: gl.constexpr = C.value.v_stages
+    ANCHORED: gl.constexpr = C.value.anchored
     ALL_THREADS: gl.constexpr = all_threads(C)
     S_L: gl.constexpr = wgmma_layout(BN)
     O_L: gl.constexpr = wgmma_layout(DV)
@@ -333,10 +340,11 @@ def consumer(
                 next_bits = (p_bits, bits_row + (i + 1) * (NWG * ROWS), i + 1 < n_masked)
                 state = (b_p, b_o, b_m, b_l, b_decay, b_words)
                 b_p, b_o, b_m, b_l, b_decay, b_words = step(
-                    q, state, kv_pipe, i_step, next_bits, i < n_masked, i + 1 < n_steps, score_args, SCORE, MAPPED, DROPOUT, WG, C
+                    q, state, kv_pipe, i_step, next_bits, i < n_masked, i <= n_masked, i + 1 < n_steps, score_args, SCORE, MAPPED, DROPOUT, WG, C
                 )
                 i_step += 1
-            b_o = rescale_o(b_o, b_decay)
+            if not ANCHORED:
+                b_o = rescale_o(b_o, b_decay)
             last = (i_step - 1) % VS
             if VS <= 2:
                 mbarrier.wait(v_full.index(last), phase(i_step - 1, VS))
@@ -348,12 +356,19 @@ def consumer(
 
         # Epilogue: O = O / l, lse = m + ln l. Maxima are in base 2 here (m c), until they are stored.
         b_l_row = gl.convert_layout(gl.sum(b_l, 1), ROW, assert_trivial=True)  # [64]
+        if ANCHORED:  # a row without a maximum, if there were steps that need none, was shifted by 0
+            b_m = gl.where((b_m == float("-inf")) & (n_steps > (n_masked + 1 if MAPPED else 1)), 0.0, b_m)
         b_mc = b_m * scale[1]
         o_q = m0 + gl.arange(0, ROWS, ROW)
         o_row = i_bh.to(gl.int64) * n_q + unpermuted_row(m0, gl.arange(0, ROWS, ROW), grid_width, PATCHED)
-        gl.store(p_max + o_row, b_mc * LN2, mask=o_q < n_q)
+        if not ANCHORED:
+            gl.store(p_max + o_row, b_mc * LN2, mask=o_q < n_q)
         needs_fixup = gl.convert_layout(nonfinite_rows(b_o), ROW, assert_trivial=True) | overflowed(b_m, b_l_row)
         if SINKS:  # a sink is one more key, whose value is 0: l += 2^(sink - m), after m and O are rescaled to the new maximum
+            if ANCHORED:  # sums of any size: from here on O / l with a sum of 1, and m c + log2 l in place of the maximum
+                b_o = b_o * gl.expand_dims(gl.convert_layout(1.0 / gl.where(b_l_row == 0.0, 1.0, b_l_row), gl.SliceLayout(1, O_L), assert_trivial=True), 1)
+                b_mc += gl.log2(b_l_row)
+                b_l_row = gl.full_like(b_l_row, 1.0)
             sink = gl.load(p_sinks + i_bh % n_heads).to(gl.float32) * LOG2E
             b_mc_new = gl.maximum(b_mc, sink)
             b_sink_decay = gl.exp2(b_mc - b_mc_new)
@@ -414,7 +429,7 @@ def first_step(
     b_s = warpgroup_mma_wait(0, deps=[s_token])
     named_barrier_arrive(K_FREE + i_step % KS, all_threads(C))
     release_q(has_next, C)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, b_words, score_args, SCORE, MAPPED, True, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, True, b_words, score_args, SCORE, MAPPED, True, DROPOUT, C)
     mbarrier.wait(k_full.index((i_step + 1) % KS), phase(i_step + 1, KS), pred=has_next)
     if VS > 2:
         mbarrier.wait(v_full.index(i_step % VS), phase(i_step, VS))
@@ -438,6 +453,7 @@ def step(
     i_step,
     next_bits,
     is_masked,
+    is_exact,
     has_next,
     score_args,
     SCORE: gl.constexpr,
@@ -447,7 +463,7 @@ def step(
     C: gl.constexpr,
 ):
     """S and softmax of K tile i_step, P V of the tile before it. state: P [64, BN] of the tile before, in 16 bits; O; row maxima; row sums; b_decay, the
-    softmax rescale that O still needs; this step's mask bits. next_bits: what step_mask_bits needs to load the next step's.
+    softmax rescale that O still needs; this step's mask bits. next_bits: what step_mask_bits needs to load the next step's. is_exact: see softmax_step.
 
     Masked steps branch. In a loop of their own, which would also be more code, ptxas moves the mask's arithmetic to where it delays the other warpgroup."""
     b_p, b_o, b_m, b_l, b_decay, b_words = state
@@ -457,11 +473,13 @@ def step(
     VS: gl.constexpr = C.value.v_stages
     BN: gl.constexpr = C.value.block_n
     DV: gl.constexpr = C.value.dv
+    ANCHORED: gl.constexpr = C.value.anchored
     ALL_THREADS: gl.constexpr = all_threads(C)
     if C.value.ping_pong:
         named_barrier_sync(TURN + WG, TWO_WARPGROUPS)
     s_token = issue_qk(q, k_bufs.index(i_step % KS), C)  # S = Q K^T  [64, BN]
-    b_o = rescale_o(b_o, b_decay)
+    if not ANCHORED:
+        b_o = rescale_o(b_o, b_decay)
     if VS <= 2:
         mbarrier.wait(v_full.index((i_step - 1) % VS), phase(i_step - 1, VS))
     o_token = warpgroup_mma(b_p, v_bufs.index((i_step - 1) % VS).reshape([BN, DV]), b_o, is_async=True)  # O += P V  [64, DV]
@@ -474,12 +492,15 @@ def step(
     b_s = warpgroup_mma_wait(1, deps=[s_token])
     named_barrier_arrive(K_FREE + i_step % KS, ALL_THREADS)
     release_q(has_next, C)
-    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, b_words, score_args, SCORE, MAPPED, False, DROPOUT, C)
+    b_p, b_m, b_l, b_decay = softmax_step(b_s, b_m, b_l, n0, is_masked, is_exact, b_words, score_args, SCORE, MAPPED, False, DROPOUT, C)
     if VS > 2:
         mbarrier.wait(v_full.index(i_step % VS), phase(i_step, VS))
     else:
         mbarrier.wait(k_full.index((i_step + 1) % KS), phase(i_step + 1, KS), pred=has_next)
     b_o, b_p, b_l, b_decay = warpgroup_mma_wait(0, deps=[o_token, b_p, b_l, b_decay])
+    if ANCHORED and MAPPED:  # few steps are exact: O is rescaled where they end, in no other
+        if is_exact:
+            b_o = b_o * gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_o.type.layout), assert_trivial=True), 1)
     named_barrier_arrive(V_FREE + (i_step - 1) % VS, ALL_THREADS)
     return as_operand(b_p, k_bufs.dtype, C), b_o, b_m, b_l, b_decay, b_next_words
 
@@ -506,36 +527,95 @@ def step_mask_bits(p_bits, row, is_masked, MAPPED: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def softmax_step(
-    b_s, b_m, b_l, n0, is_masked, b_words, score_args, SCORE: gl.constexpr, MAPPED: gl.constexpr, FIRST: gl.constexpr, DROPOUT: gl.constexpr, C: gl.constexpr
+    b_s,
+    b_m,
+    b_l,
+    n0,
+    is_masked,
+    is_exact,
+    b_words,
+    score_args,
+    SCORE: gl.constexpr,
+    MAPPED: gl.constexpr,
+    FIRST: gl.constexpr,
+    DROPOUT: gl.constexpr,
+    C: gl.constexpr,
 ):
     """Online softmax of one tile: P = 2^(S c - m c) from q.k, [64, BN], with dropout; the new row maxima m [64]; the new row sums l [64, 4], one for each of
-    the four lanes of a row; and the softmax rescale 2^(m_old c - m c) [64] of everything summed before."""
-    i_b, i_h, m0, n_q, n_kv, scale, threshold, p_seed, score = score_args
-    BN: gl.constexpr = C.value.block_n
-    S_L: gl.constexpr = b_s.type.layout
-    FRAGMENTS: gl.constexpr = fragment_shape(ROWS, BN)
-    o_q = gl.expand_dims(m0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_L)), 1)
-    o_column = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, S_L)), 0)
-    o_kv = n0 + o_column
-    b_s = apply_score(b_s, scale, i_b, i_h, row_index(o_q, m0 + ROWS <= n_q), column_index(n0, o_column, n0 + BN <= n_kv), score, SCORE)
+    the four lanes of a row; and the softmax rescale 2^(m_old c - m c) [64] of everything summed before, where the step is exact.
+
+    With C.anchored, steps are exact as long as a row may be without a maximum: masked tiles and the one after them. Others keep m, and weights may exceed 1."""
+    n_kv = score_args[4]
+    c = score_args[5][1]
+    ANCHORED: gl.constexpr = C.value.anchored
+    b_s = scored(b_s, n0, score_args, SCORE)
     if MAPPED:
         if is_masked:
             b_s = apply_mask_bits(b_s, b_words)
     elif FIRST:  # without a map, the tile at the end of the keys comes first
         if is_masked:
-            b_s = gl.where(o_kv < n_kv, b_s, float("-inf"))
-    c = scale[1]
-    b_tile_max = gl.max(gl.max(gl.max(b_s.reshape(FRAGMENTS), 1), 2), 1)
+            b_s = gl.where(n0 + column_offsets(b_s) < n_kv, b_s, float("-inf"))
+    b_decay = gl.zeros_like(b_m)
+    if FIRST or not ANCHORED:
+        b_m, b_l, b_decay = new_maxima(b_s, b_m, b_l, c)
+    elif MAPPED:
+        if is_exact:
+            b_m, b_l, b_decay = new_maxima(b_s, b_m, b_l, c)
+    b_p = gl.exp2(b_s * c - gl.expand_dims(shift(b_m, c), 1))
+    b_l += gl.convert_layout(gl.sum(gl.sum(b_p.reshape(fragment_shape(b_s.shape[0], b_s.shape[1])), 1), 2), b_l.type.layout, assert_trivial=True)
+    if ANCHORED and MAPPED and C.value.v_stages > 2:
+        b_l = border(b_l)
+    return dropped_out(b_p, n0, score_args, DROPOUT), b_m, b_l, b_decay
+
+
+@gluon.jit
+def new_maxima(b_s, b_m, b_l, c):
+    """Row maxima with those of one more tile, row sums rescaled to them, and the rescale."""
+    b_tile_max = gl.max(gl.max(gl.max(b_s.reshape(fragment_shape(b_s.shape[0], b_s.shape[1])), 1), 2), 1)
     b_m_new = gl.maximum(b_m, gl.convert_layout(b_tile_max, b_m.type.layout, assert_trivial=True))
-    b_mc = gl.where(b_m_new == float("-inf"), 0.0, b_m_new * c)  # 0 for a row that has attended nothing yet: 2^(-inf - 0) = 0, not NaN
-    b_decay = gl.exp2(b_m * c - b_mc)
-    b_p = gl.exp2(b_s * c - gl.expand_dims(b_mc, 1))
-    b_tile_sum = gl.sum(gl.sum(b_p.reshape(FRAGMENTS), 1), 2)  # [64, 4]
-    b_decay_lanes = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_tile_sum.type.layout), assert_trivial=True), 1)
-    b_l = gl.convert_layout(b_l, b_tile_sum.type.layout, assert_trivial=True) * b_decay_lanes + b_tile_sum
-    if DROPOUT:  # after the sum: dropout does not change the softmax's denominator
-        b_p = gl.where(dropout_keep(p_seed, threshold, i_b, i_h, o_q, o_kv), b_p, 0.0)
-    return b_p, b_m_new, b_l, b_decay
+    b_decay = gl.exp2(b_m * c - shift(b_m_new, c))
+    b_l = b_l * gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, b_l.type.layout), assert_trivial=True), 1)
+    return b_m_new, b_l, b_decay
+
+
+@gluon.jit
+def shift(b_m, c):
+    """m c, what weights in base 2 are shifted by; 0 for a row that has attended nothing yet: 2^(-inf - 0) = 0, not NaN."""
+    return gl.where(b_m == float("-inf"), 0.0, b_m * c)
+
+
+@gluon.jit
+def border(b_l):
+    """The row sums; infinite in all rows of a warp if one of them is out of range. Nothing needs that before the epilogue, but ptxas cannot move a vote of the
+    warp, and would otherwise move the exp2s behind the wait for V, and the wait for P V in front of them."""
+    return gl.inline_asm_elementwise(VOTE_ASM, "=f,f", [b_l], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def column_offsets(b_s):
+    return gl.expand_dims(gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout)), 0)  # [1, BN]
+
+
+@gluon.jit
+def row_offsets(b_s):
+    return gl.expand_dims(gl.arange(0, b_s.shape[0], gl.SliceLayout(1, b_s.type.layout)), 1)  # [64, 1]
+
+
+@gluon.jit
+def scored(b_s, n0, score_args, SCORE: gl.constexpr):
+    """Scores from q.k, [64, BN], still to be multiplied by scale[1]."""
+    i_b, i_h, m0, n_q, n_kv, scale, _, _, score = score_args
+    o_q, o_column = m0 + row_offsets(b_s), column_offsets(b_s)
+    return apply_score(b_s, scale, i_b, i_h, row_index(o_q, m0 + b_s.shape[0] <= n_q), column_index(n0, o_column, n0 + b_s.shape[1] <= n_kv), score, SCORE)
+
+
+@gluon.jit
+def dropped_out(b_p, n0, score_args, DROPOUT: gl.constexpr):
+    """P without what dropout drops, which stays in the row sums: dropout does not change the softmax's denominator."""
+    if DROPOUT:
+        i_b, i_h, m0, _, _, _, threshold, p_seed, _ = score_args
+        b_p = gl.where(dropout_keep(p_seed, threshold, i_b, i_h, m0 + row_offsets(b_p), n0 + column_offsets(b_p)), b_p, 0.0)
+    return b_p
 
 
 @gluon.jit

@@ -10,14 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilewise.engines.gluon import named_barriers
 from tilewise.engines.gluon.patches import HEIGHT as HEIGHT_NUMBER
-from tilewise.engines.gpu.config import LOG2E as LOG2E_NUMBER
+from tilewise.engines.gpu import config
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-LOG2E = gl.constexpr(LOG2E_NUMBER)
-LN2 = gl.constexpr(1.0 / LOG2E_NUMBER)
+LOG2E = gl.constexpr(config.LOG2E)
+LN2 = gl.constexpr(1.0 / config.LOG2E)
+SMALLEST_SUM = gl.constexpr(config.SMALLEST_SUM)
+LARGEST_SUM = gl.constexpr(config.LARGEST_SUM)
 
 
 # -- synchronization -------------------------------------------------------------------------------------------------
@@ -244,5 +246,6 @@ def nonfinite_rows(b_x):
 
 @gluon.jit
 def overflowed(b_m, b_l):
-    """1 for rows whose softmax sum overflowed, or is 0 though something was attended: scores so large that their rounding errors exceed 100."""
-    return gl.where((b_l == float("inf")) | ((b_l == 0.0) & (b_m != float("-inf"))), 1, 0)
+    """1 for rows that attend something and whose softmax sum is out of range: scores so large that their rounding errors exceed 60, or that have risen too far
+    above an anchor."""
+    return gl.where((b_m != float("-inf")) & ((b_l < SMALLEST_SUM) | (b_l > LARGEST_SUM)), 1, 0)

@@ -32,13 +32,13 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def chunk_range(schedule, run, n, MAPPED: tl.constexpr, TILE: tl.constexpr):
+def chunk_range(schedule, run, n, MAPPED: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr = CHUNK):
     """The first chunk of a run of tiles, and the one after its last; without a tile map, of all n elements."""
     if MAPPED:
         start, stop = run_of(schedule, run)
-        return start * (TILE // CHUNK), stop * (TILE // CHUNK)
+        return start * (TILE // SIZE), stop * (TILE // SIZE)
     else:
-        return 0, (n + CHUNK - 1) // CHUNK
+        return 0, (n + SIZE - 1) // SIZE
 
 
 @triton.jit
@@ -52,9 +52,8 @@ def masked_sum(b_w, b_s, b_x):
 
 
 @triton.jit
-def fwd_rows(head, row, bh, i_bh, i_tile, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
-    """out, lse and the maximum of a query tile's rows, written over what the fast kernel wrote. `head` are q, k, v and out of this head."""
-    M: tl.constexpr = C.value.m
+def fwd_rows(head, row, bh, i_bh, start_q, stop_q, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.constexpr):
+    """out, lse and the maximum of some rows of a query tile, written over what the fast kernel wrote. `head` are q, k, v and out of this head."""
     N: tl.constexpr = C.value.n
     D: tl.constexpr = C.value.d
     DV: tl.constexpr = C.value.dv
@@ -64,7 +63,7 @@ def fwd_rows(head, row, bh, i_bh, i_tile, tensors, args, MASK: tl.constexpr, SCO
     GIVEN: tl.constexpr = C.value.given
     SINKS: tl.constexpr = C.value.sinks
     n_q, n_kv = args.shape.n_q, args.shape.n_kv
-    for i_q in range(i_tile * M, tl.minimum(i_tile * M + M, n_q)):
+    for i_q in range(start_q, stop_q):
         o_q = i_q + tl.arange(0, 1)
         b_q = load_rows(head[0] + i_q * args.strides.q[2], args.strides.q, 1, 1, D, D_TRUE).to(tl.float32)  # [1, D]
         b_m = tl.full([1], float("-inf"), tl.float32)

@@ -16,6 +16,8 @@ from tilewise.engines.gpu import config
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 LOG2E: tl.constexpr = tl.constexpr(config.LOG2E)
+SMALLEST_SUM: tl.constexpr = tl.constexpr(config.SMALLEST_SUM)
+LARGEST_SUM: tl.constexpr = tl.constexpr(config.LARGEST_SUM)
 
 
 @triton.jit
@@ -227,8 +229,9 @@ def has_nonfinite(b_x):
 
 @triton.jit
 def overflowed(b_m, b_l):
-    """Whether any row's sum became infinite, or 0 although the row attends to something: scores so large that their own rounding errors exceed 100."""
-    return tl.max(tl.where((b_l == float("inf")) | ((b_l == 0.0) & (b_m != float("-inf"))), 1, 0), 0) > 0
+    """Whether the sum of any row that attends to something is out of range: scores so large that their own rounding errors exceed 60, or that have risen too
+    far above an anchor."""
+    return tl.max(tl.where((b_m != float("-inf")) & ((b_l < SMALLEST_SUM) | (b_l > LARGEST_SUM)), 1, 0), 0) > 0
 
 
 @triton.jit
