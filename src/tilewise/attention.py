@@ -196,16 +196,7 @@ def _as_bhsd(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int 
 
 
 def run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    score: Any,
-    options: Options,
-    backend: str | None,
-    needs_lse: bool,
-    pages: Pages | None = None,
-    needs_max: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str | None, needs_lse: bool, pages: Pages | None = None
 ) -> Output:
     """One call on (batch, heads, sequence, head dim) tensors: look up -> Problem -> choose -> plan -> execute.
 
@@ -218,22 +209,22 @@ def run(
             "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
         )
     if pages is not None and (not is_plain((query, key, value)) or query.is_meta):
-        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse, needs_max=needs_max)
+        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse)
     options = options.of_plain_values()
     name, source = requested_backend(backend)
-    call_key = key_of(query, key, value, mask, score, options, name, needs_lse, pages, needs_max)
+    call_key = key_of(query, key, value, mask, score, options, name, needs_lse, pages)
     cached = call_cache.find(call_key)
     if cached is not None:
         assert call_key is not None
         return _again(cached, call_key, query, key, value, options, needs_lse, pages)
     if call_key is None and pages is None and has_float8(query, key, value):  # converted, the call can have a key
-        return run(query, *widened(query, key, value), mask, score, options, backend, needs_lse, needs_max=needs_max)
+        return run(query, *widened(query, key, value), mask, score, options, backend, needs_lse)
     check_name(name, source)
-    request = Request(name, source, needs_lse, options.seed is not None, needs_max)
+    request = Request(name, source, needs_lse, options.seed is not None)
     with unrecorded():
         problem, mask_name = make_problem(query, key, value, mask, score, options, pages)
     if pages is not None and torch.is_grad_enabled() and any([t.requires_grad for t in problem.tensors]):
-        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse, needs_max=needs_max)
+        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse)
     with unrecorded():
         engine, choice = must_choose(problem, request)
         by_contents = engine.looks_at_contents and engine.name != name and problem.mask is not None  # the next call's may differ

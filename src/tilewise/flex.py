@@ -188,8 +188,8 @@ def flex_attention(
             found = f"shape {tuple(tensor.shape)} for {name}"
             raise InputError(f"flex_attention takes (batch, heads, sequence, head dim) tensors, got {found}; tilewise.attention takes others")
     wanted = AuxRequest(lse=return_lse) if return_aux is None else return_aux
-    options = Options(scale=scale, enable_gqa=enable_gqa)
-    output = run(query, key, value, mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores, needs_max=wanted.max_scores)
+    options = Options(scale=scale, enable_gqa=enable_gqa, max_scores=wanted.max_scores)
+    output = run(query, key, value, mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores)
     if return_lse:
         return output.out, output.lse
     if return_aux is None:

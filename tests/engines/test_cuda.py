@@ -47,18 +47,13 @@ def problem(
         ({"shape": (1, 2, 128 * 128, 64), "mask": masks.neighborhood((128, 128), 13)}, "a grid of (128, 128) is read in patches"),
         ({}, None),
         ({"mask": masks.causal}, None),
+        ({"max_scores": True}, "max_scores"),
         ({"shape": (1, 2, 64 * 64, 128), "mask": masks.neighborhood((64, 64), 63)}, None),
     ],
 )
 def test_refusals_name_what_was_given(asked: dict[str, object], reason: str | None) -> None:
     said = refuse_problem(problem(**asked))
     assert said is None if reason is None else reason in str(said)
-
-
-def test_row_maxima_are_for_another_engine() -> None:
-    engine = engine_named("cuda")
-    assert "max_scores" in str(engine.refuse_request(problem(), Request("flex", "a test", True, False, needs_max=True)))
-    assert engine.refuse_request(problem(), Request("flex", "a test", True, False)) is None
 
 
 def test_what_the_gluon_engine_refuses_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

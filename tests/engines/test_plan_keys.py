@@ -32,13 +32,12 @@ class Asked:
     window: float
     backend: str = "cpp"
     needs_lse: bool = False
-    needs_max: bool = False
     options: Options = Options()  # noqa: RUF009  (immutable)
 
     def call_key(self) -> Any:
         table, window = self.table, self.window
         mask = lambda b, h, q, kv: (q - kv < window) & (table[q] >= 0)  # one code object for all, with other cells each time
-        found = key_of(self.query, self.key, self.value, mask, None, self.options, self.backend, self.needs_lse, needs_max=self.needs_max)
+        found = key_of(self.query, self.key, self.value, mask, None, self.options, self.backend, self.needs_lse)
         assert found is not None
         return found.key
 
@@ -73,7 +72,7 @@ COVERED: dict[str, Callable[[Asked], None]] = {
     "a number": replaced("window", lambda w: 4.0),
     "a backend": replaced("backend", lambda b: "blocked"),
     "lse": replaced("needs_lse", lambda n: True),
-    "row maxima": replaced("needs_max", lambda n: True),
+    "row maxima": replaced("options", lambda o: o._replace(max_scores=True)),
     "scale": replaced("options", lambda o: o._replace(scale=2.0)),
     "dropout": replaced("options", lambda o: o._replace(dropout_p=0.5)),
     "is_causal": replaced("options", lambda o: o._replace(is_causal=True)),

@@ -69,6 +69,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dropout": {"options": Options(dropout_p=0.1, enable_gqa=True, seed=3)},
     "more dropout": {"options": Options(dropout_p=0.2, enable_gqa=True, seed=3)},
     "deterministic": {"options": Options(deterministic=True, enable_gqa=True)},
+    "row maxima": {"options": Options(max_scores=True, enable_gqa=True)},
 }
 
 

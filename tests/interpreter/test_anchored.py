@@ -14,7 +14,7 @@ from tilewise import masks, scores
 from tilewise.core.output import Output
 from tilewise.core.problem import Options, make_problem
 from tilewise.engines.gluon import launches
-from tilewise.engines.gpu import anchoring, structure
+from tilewise.engines.gpu import structure
 from tilewise.engines.gpu.device_map import device_map_of
 from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.triton.kernels import forward
@@ -26,8 +26,6 @@ LENGTH = 104
 
 @pytest.fixture(autouse=True)
 def anchored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(anchoring, "ENABLED", True)
-    monkeypatch.setattr(anchoring, "SCORED", True)
     monkeypatch.setattr(structure, "_prepared", {})
     call_cache.forget()
     yield
@@ -104,13 +102,6 @@ def test_rows_whose_masked_tiles_hold_no_key() -> None:
     """Their anchor is that of a full tile."""
     query, key, value = drawn()
     assert_right((query * 30, key, value), mask=lambda b, h, q, kv: (kv >= 64) | ((q % 2 == 0) & (kv < 40)))
-
-
-@pytest.mark.parametrize("far", [-50.0, -300.0, -1e4, 300.0])
-def test_scores_that_forbid(far: float) -> None:
-    """The first tiles have no finite score: weights are not shifted, and sums may be too small or too large."""
-    assert_right(drawn(), score=lambda s, b, h, q, kv: torch.where(kv < 70, -torch.inf, s + far))
-    assert_right(drawn(), score=lambda s, b, h, q, kv: torch.where(kv < q, -torch.inf, s + far))
 
 
 @pytest.mark.parametrize("logit", [-200.0, 0.0, 60.0, 90.0])

@@ -50,6 +50,7 @@ class Problem:
     grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
     places: Places | None = None  # of this part in a larger problem, by which dropout is drawn; None: it is the whole
     pages: Pages | None = None  # which of them hold the keys and values of each batch element; None: they lie in order. Only without gradients
+    max_scores: bool = False  # the largest score of each row is asked for (Output.max_score), which is otherwise anything
     partial: bool = False  # the output is one part of a row's, to be merged with others by lse; a backward is given the whole row's out and lse
 
     def replaced(self, **fields: Any) -> "Problem":
@@ -178,10 +179,11 @@ class Options(NamedTuple):
     enable_gqa: bool = False
     deterministic: bool | None = None
     seed: int | Tensor | None = None
+    max_scores: bool = False
 
     def of_plain_values(self) -> "Options":
         """The same with numbers and truth values of Python's own: they are part of a key, and a tensor or an array may change. Symbols stay."""
-        scale, dropout_p, is_causal, enable_gqa, deterministic, _ = plain = self
+        scale, dropout_p, is_causal, enable_gqa, deterministic, *_ = plain = self
         if (
             not torch.compiler.is_compiling()
             and (scale is None or type(scale) is float)
@@ -250,6 +252,7 @@ def make_problem(
         dense_mask=dense if dense is None or dense.dtype == torch.bool else dense.to(query.dtype),
         grid=reading.grid,
         pages=pages,
+        max_scores=options.max_scores,
     )
     return problem, name if dense is None else f"tensor{list(dense.shape)}"
 

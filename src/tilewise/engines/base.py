@@ -23,7 +23,6 @@ class Request(NamedTuple):
     source: str  # where the backend was named
     needs_lse: bool
     seeded: bool  # the user fixed the dropout's seed
-    needs_max: bool = False  # the largest score of each row (Output.max_score), which is NaN or empty where nobody asked
 
 
 class Engine(ABC):

@@ -28,10 +28,10 @@ ARGUMENTS = (
     "str engine, Tensor query, Tensor key, Tensor value, "
     "str mask, Tensor[] mask_captures, SymInt[] mask_ints, float[] mask_floats, Tensor[] tiles, SymInt[] geometry, "
     "str score, Tensor[] score_captures, SymInt[] score_ints, float[] score_floats, "
-    "Tensor? sinks, float scale, float dropout_p, Tensor? seed, bool deterministic, int passes=0"
+    "Tensor? sinks, float scale, float dropout_p, Tensor? seed, bool deterministic, bool max_scores, int passes=0"
 )
-MASK_CAPTURES, TILES, SCORE_CAPTURES, SINKS, PASSES_NUMBER = 5, 8, 11, 14, 19  # positions among the arguments
-PASSES = 2  # to be raised whenever the operators of the passes change: torch keeps compiled code on disk, by the graph of `attention`, for later versions too
+MASK_CAPTURES, TILES, SCORE_CAPTURES, SINKS, PASSES_NUMBER = 5, 8, 11, 14, 20  # positions among the arguments
+PASSES = 3  # to be raised whenever the operators of the passes change: torch keeps compiled code on disk, by the graph of `attention`, for later versions too
 
 # There are two operators for each pass. Those with this tag inductor runs between the CUDA graphs it captures (torch 2.9 and newer): what they make and keep
 # must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one. The others it captures: Engine.is_capturable.
@@ -66,6 +66,7 @@ def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
         problem.dropout_p,
         problem.seed,
         problem.deterministic,
+        problem.max_scores,
         PASSES,
     )
 
@@ -97,6 +98,7 @@ class Recipe(NamedTuple):
     dropout_p: float
     has_seed: bool
     deterministic: bool
+    max_scores: bool
     names: list[int]  # of the values that the mask's tensors and the given tiles are in the graph (graph_values.py); none outside of graphs
 
 
@@ -106,7 +108,7 @@ RUNS, GEOMETRY = 6, 7  # tensors and integers of a given map
 def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor], str, list[int]]:
     """The arguments of `tilewise::attention` as those of the passes."""
     engine, query, key, value, mask, m_captures, m_ints, m_floats, runs, geometry, score, s_captures, s_ints, s_floats, *rest = args
-    sinks, scale, dropout_p, seed, deterministic, last = rest
+    sinks, scale, dropout_p, seed, deterministic, max_scores, last = rest
     names = [] if isinstance(last, int) else list(last)  # in a graph, names stand in place of `passes` (transforms._attention)
     recipe = Recipe(
         engine,
@@ -124,6 +126,7 @@ def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor],
         dropout_p,
         seed is not None,
         deterministic,
+        max_scores,
         names,
     )
     others = [*m_captures, *runs, *s_captures, *[t for t in (sinks, seed) if t is not None]]
@@ -148,7 +151,7 @@ def _frame(text: str) -> _Frame:
     r = Recipe(*json.loads(text))
     mask = BoundProgram(parse(r.mask), (), (), tuple(r.mask_floats)) if r.mask else None
     score = BoundProgram(parse(r.score), (), (), tuple(r.score_floats)) if r.score else None
-    problem = Problem(NO_TENSOR, NO_TENSOR, NO_TENSOR, mask, None, score, None, r.scale, r.dropout_p, None, r.deterministic)
+    problem = Problem(NO_TENSOR, NO_TENSOR, NO_TENSOR, mask, None, score, None, r.scale, r.dropout_p, None, r.deterministic, max_scores=r.max_scores)
     more = r.mask_captures + r.mask_ints + r.score_captures + r.score_ints
     return _Frame(r, engine_named(r.engine), problem, not (more or r.has_tiles or r.has_sinks or r.has_seed))
 

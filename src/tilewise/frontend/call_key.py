@@ -114,16 +114,7 @@ _descriptions: dict[tuple[Any, ...], _Description] = {}
 
 
 def key_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    score: Any,
-    options: Options,
-    backend: str,
-    needs_lse: bool,
-    pages: Pages | None = None,
-    needs_max: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, backend: str, needs_lse: bool, pages: Pages | None = None
 ) -> CallKey | None:
     """What a call is known by; None if it cannot be."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None:
@@ -146,11 +137,10 @@ def key_of(
     kind = _kinds.get(device) or _kinds.setdefault(device, device.type)  # to ask a device for its type takes longer
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not dtype:
         return None
-    scale, dropout_p, is_causal, enable_gqa, deterministic, seed = options
+    scale, dropout_p, is_causal, enable_gqa, deterministic, seed, max_scores = options
     known: tuple[Any, ...] = (
         backend,
         needs_lse,
-        needs_max,
         device,
         dtype,
         scale if scale != 0.0 else repr(scale),  # 0.0 == -0.0
@@ -159,6 +149,7 @@ def key_of(
         enable_gqa,
         deterministic,
         seed is None,
+        max_scores,
         _get_deterministic_algorithms(),
         dtype is torch.float32 and allows_tf32(),
         _get_flash_sdp_enabled(),

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from tilewise.core.problem import Problem
-from tilewise.engines.base import Request
 from tilewise.engines.cuda import nvrtc
 from tilewise.engines.cuda.refusals import refuse_problem
 from tilewise.engines.gluon import GluonEngine
@@ -22,9 +21,6 @@ class CudaEngine(GluonEngine):
 
     def refuse(self, problem: Problem) -> str | None:
         return super().refuse(problem) or refuse_problem(problem) or nvrtc.refusal()
-
-    def refuse_request(self, problem: Problem, request: Request) -> str | None:
-        return "it finds no row maxima, got a call that asks for them (max_scores)" if request.needs_max else None
 
     def passes(self) -> PassModule:
         return _run()

@@ -15,6 +15,8 @@ def refuse_problem(p: Problem) -> str | None:
         return "it has no score functions, got one"
     if p.scale < SMALLEST_SCALE:
         return f"it needs a scale of at least {SMALLEST_SCALE}, got {p.scale}"
+    if p.max_scores:
+        return "it finds no row maxima, got a call that asks for them (max_scores)"
     if p.sinks is not None:
         return "it has no sinks, got some"
     if p.dropout_p > 0:

@@ -72,6 +72,7 @@ def structure_key(p: Problem) -> tuple[Any, ...]:
         _vector_key(p.seed),
         *exact((p.scale, p.dropout_p)),
         p.deterministic,
+        p.max_scores,
         p.grid,
         p.partial,
         None if places is None else (places.batch, places.head),
