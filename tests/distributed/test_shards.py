@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.cases import Case, by_function
+from tests.distributed.cases import problems
+from tests.support.cases import Case
 from tests.support.error_rule import check
-from tests.support.grammar import MASKS, SCORES
 from tests.support.shards import SHARED, by_shards
 from tilewise import masks, scores
 from tilewise.core.problem import traced_scores
@@ -47,25 +47,6 @@ def test_calls_with_a_score_do_not_wait() -> None:
         for stage in part.stages:
             with _NoWaiting():
                 part.placed(score, stage)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Case:
-    """Masks and scores of the grammar, on sequences of several tiles."""
-    ratio, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    mask, steps = draw(MASKS), draw(SCORES)
-    return Case(
-        f"{mask.text}; {', '.join(s.text for s in steps) or 'no score'}; numbers {draw(st.integers(0, 999))}",
-        batch=draw(st.integers(1, 2)),
-        heads=ratio * kv_heads,
-        kv_heads=kv_heads,
-        q_len=draw(st.integers(100, 300)),
-        head_dim=8,
-        mask=lambda source: by_function(source, mask.build(source)),
-        score=(lambda source: [s.build(source) for s in steps]) if steps else None,
-        options=draw(st.sampled_from([{}, {"dropout_p": 0.4, "seed": 9}])),
-        through=("out", "lse"),
-    )
 
 
 @settings(max_examples=12, deadline=None)
