@@ -1,11 +1,15 @@
 """Masks and scores of a long sequence, for processes that share it and for one that does not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.cases import Case, by_function
+from tests.support.grammar import MASKS, SCORES
 from tilewise import masks, scores
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
@@ -15,6 +19,7 @@ class LongCase(NamedTuple):
     name: str
     mask: Any
     score: Callable[..., Any] | None = None  # of the learned tensors (table [HEADS, 2 * length], logits [HEADS]): the scores of a call
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def long_cases(length: int) -> list[LongCase]:
@@ -36,5 +41,25 @@ def long_cases(length: int) -> list[LongCase]:
         LongCase("rows without keys", lambda b, h, q, kv: (kv < length // 5) & (q > length // 3)),
         LongCase("global tokens, sinks", masks.sliding_window(64) | masks.global_tokens(20), lambda table, logits: scores.sinks(logits)),
         LongCase("additive tensor", torch.randn(1, HEADS, 1, length, generator=g)),
+        LongCase("window by head, dropout", lambda b, h, q, kv: (q - kv).abs() <= 60 * h + 2, options={"dropout_p": 0.3, "seed": 7}),
         LongCase("sinks and a bias, rows without keys", lambda b, h, q, kv: q // 100 == kv // 100 + 1, lambda t, s: [biased(t, s), scores.sinks(s)]),
     ]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Case:
+    """Masks and scores of the grammar, on sequences of several tiles."""
+    ratio, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    mask, steps = draw(MASKS), draw(SCORES)
+    return Case(
+        f"{mask.text}; {', '.join(s.text for s in steps) or 'no score'}; numbers {draw(st.integers(0, 999))}",
+        batch=draw(st.integers(1, 2)),
+        heads=ratio * kv_heads,
+        kv_heads=kv_heads,
+        q_len=draw(st.integers(100, 300)),
+        head_dim=8,
+        mask=lambda source: by_function(source, mask.build(source)),
+        score=(lambda source: [s.build(source) for s in steps]) if steps else None,
+        options=draw(st.sampled_from([{}, {"dropout_p": 0.4, "seed": 9}])),
+        through=("out", "lse"),
+    )

@@ -1,5 +1,6 @@
 """Ranks that disagree or fail on purpose: every rank must raise the same error, and the group must work afterwards."""
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,44 @@ def _gradient_fails(is_odd: bool, plan: twd.Plan) -> None:
         _attend(plan)
 
 
+def _second_stage_fails(is_odd: bool, plan: twd.Plan) -> None:
+    """While nothing is on its way any more; the other ranks may still be waiting for keys."""
+    with _broken("forward", after=1) if is_odd else _fine():
+        _attend(_plan(stages=2))
+
+
+def _gradient_of_a_stage_fails(is_odd: bool, plan: twd.Plan) -> None:
+    with _broken("backward") if is_odd else _fine():
+        _attend(_plan(stages=2))
+
+
+def _end_of_a_plan_fails(is_odd: bool, plan: twd.Plan) -> None:
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no memory for the plan")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_odd:
+            patch.setattr(sys.modules["tilewise.distributed.plan"], "key_exchange", fail)
+        _plan()
+
+
+def _second_derivative(is_odd: bool, plan: twd.Plan) -> None:
+    inputs = _inputs(plan)
+    torch.autograd.grad(twd.attention(*inputs, plan=plan).sum(), inputs, create_graph=is_odd)
+
+
+def _other_tokens_together(is_odd: bool, plan: twd.Plan) -> None:
+    plan.unshard(torch.zeros(2, plan.local_length - is_odd), 1)
+
+
+def _other_shape_together(is_odd: bool, plan: twd.Plan) -> None:
+    plan.unshard(torch.zeros(2 + is_odd, plan.local_length), 1)
+
+
+def _other_dtype_together(is_odd: bool, plan: twd.Plan) -> None:
+    plan.unshard(torch.zeros(2, plan.local_length, dtype=torch.float64 if is_odd else torch.float32), 1)
+
+
 def _unknown_backend(is_odd: bool, plan: twd.Plan) -> None:
     twd.attention(*_inputs(plan), plan=plan, backend="gluon" if is_odd else "blocked")
 
@@ -153,8 +192,13 @@ def _other_mask_inside(is_odd: bool, plan: twd.Plan) -> None:
 
 
 @contextmanager
-def _broken(what: str) -> Iterator[None]:
-    def fail(*_: Any) -> Any:
+def _broken(what: str, after: int = 0) -> Iterator[None]:
+    """An engine that fails in this pass, after so many that went well."""
+    whole, calls = getattr(BlockedEngine, what), itertools.count()
+
+    def fail(*given: Any) -> Any:
+        if next(calls) < after:
+            return whole(*given)
         raise MemoryError(f"no memory for the {what}")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -182,11 +226,18 @@ FAULTS: dict[str, tuple[str, Callable[[bool, twd.Plan], None]]] = {
     "other call": ("call differs: ranks 0, 2 attention under plan 1, mask mask, rank 1 plan;", _other_call),
     "changed documents": ("rank 1: InputError: a tensor that mask 'mask' loads from has changed", _changed_documents),
     "changed before the backward": ("rank 1: InputError: a tensor that mask 'mask' loads from has changed", _changed_before_the_backward),
-    "no key heads": ("rank 1: InputError: batch, heads, kv_heads, head_dim and v_dim must be at least 1", _no_key_heads),
+    "no key heads": ("rank 1: InputError: kv_heads must be a whole number of at least 1, got 0", _no_key_heads),
     "no mask named": ("rank 1: InputError: the plan has several masks", _no_mask_named),
     "other mask inside": ("rank 1: InputError: inside tilewise.distributed.context", _other_mask_inside),
     "forward": ("rank 1: MemoryError: no memory for the forward; ranks 0, 2: no error", _kernel_fails),
     "backward": ("rank 1: MemoryError: no memory for the backward; ranks 0, 2: no error", _gradient_fails),
+    "second stage": ("rank 1: MemoryError: no memory for the forward; ranks 0, 2: no error", _second_stage_fails),
+    "backward of a stage": ("rank 1: MemoryError: no memory for the backward; ranks 0, 2: no error", _gradient_of_a_stage_fails),
+    "end of a plan": ("rank 1: MemoryError: no memory for the plan; ranks 0, 2: no error", _end_of_a_plan_fails),
+    "second derivative": ("rank 1: UnsupportedError: .* cannot be differentiated twice; ranks 0, 2: no error", _second_derivative),
+    "other tokens together": ("rank 1: InputError: dimension 1 of shape .* this rank holds .*; ranks 0, 2: no error", _other_tokens_together),
+    "other shape together": (r"shape differs: ranks 0, 2 \[2, 'tokens'\], rank 1 \[3, 'tokens'\]", _other_shape_together),
+    "other dtype together": ("dtype differs: ranks 0, 2 torch.float32, rank 1 torch.float64", _other_dtype_together),
     "backend": ("backend differs: ranks 0, 2 blocked, rank 1 gluon", _unknown_backend),
 }
 

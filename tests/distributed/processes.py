@@ -1,16 +1,19 @@
 """What every process of a spawned test does (spawned.py); an assertion that fails on one rank ends the test."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tests.distributed.cases import BATCH, HEAD_DIM, HEADS, KV_HEADS, LongCase, long_cases
+from tests.distributed.cases import BATCH, HEAD_DIM, HEADS, KV_HEADS, LongCase, long_cases, problems
 from tests.support.cases import CASES, Case, Inputs, make
 from tests.support.error_rule import Results, check, finish
 from tilewise import distributed as twd
@@ -25,15 +28,29 @@ def check_shared_cases(step: str) -> None:
     checked = 0
     for case in [c for c in CASES if _can_be_shared(c)][:: int(step)]:
         for dtype in (torch.float32, torch.bfloat16):
-            inputs = make(case, dtype, dtype, "cpu")
-            if dtype not in case.dtypes or has_given_tiles(inputs.masking.given):
-                continue
-            if dist.get_rank() == 0:
-                check(case, "blocked", dtype=dtype, computed=by_ranks)
-            else:
-                by_ranks(case, inputs, "blocked")
-            checked += 1
+            if dtype in case.dtypes and not has_given_tiles(make(case, dtype, dtype, "cpu").masking.given):
+                _check_case(case, dtype)
+                checked += 1
     assert checked > 20, checked
+
+
+def check_generated_cases(count: str) -> None:
+    """So many masks and scores of the grammar. All ranks draw the same."""
+
+    @settings(max_examples=int(count), derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(problems())
+    def check_one(case: Case) -> None:
+        _check_case(case, torch.float32)
+
+    check_one()
+
+
+def _check_case(case: Case, dtype: torch.dtype) -> None:
+    """The first rank has the reference."""
+    if dist.get_rank() == 0:
+        check(case, "blocked", dtype=dtype, computed=by_ranks)
+    else:
+        by_ranks(case, make(case, dtype, dtype, "cpu"), "blocked")
 
 
 def _can_be_shared(case: Case) -> bool:
@@ -113,7 +130,7 @@ def _by_one_process(case: LongCase, length: int) -> list[Tensor | None]:
         leaf.grad = torch.full_like(leaf, torch.nan)
     if dist.get_rank() == 0:
         score = None if case.score is None else case.score(table, logits)
-        out, lse = tw.attention(q, k, v, mask=case.mask, score=score, enable_gqa=True, return_lse=True, backend="blocked")
+        out, lse = tw.attention(q, k, v, mask=case.mask, score=score, enable_gqa=True, return_lse=True, backend="blocked", **case.options)
         gradients = torch.autograd.grad((out, lse), drawn.leaves, (drawn.grad_out, torch.where(lse == -torch.inf, 0.0, drawn.grad_lse)), allow_unused=True)
         for leaf, gradient in zip(drawn.leaves, gradients, strict=True):
             leaf.grad = leaf.grad if gradient is None else gradient
@@ -128,7 +145,7 @@ def _check_long(case: LongCase, length: int, way: Callable[[], dict[str, Any]], 
     q, k, v, table, logits = drawn.leaves
     plan = twd.plan(case.mask, length=length, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, batch=BATCH, **way())
     score = None if case.score is None else case.score(table, logits)
-    out, lse = twd.attention(plan.shard(q, 2), plan.shard(k, 2), plan.shard(v, 2), plan=plan, score=score, return_lse=True)
+    out, lse = twd.attention(plan.shard(q, 2), plan.shard(k, 2), plan.shard(v, 2), plan=plan, score=score, return_lse=True, **case.options)
     seen = torch.where(lse == -torch.inf, 0.0, lse)
     (out * plan.shard(drawn.grad_out, 2)).sum().add((seen * plan.shard(drawn.grad_lse, 2)).sum()).backward()
     for name, found, exact in zip(("out", "lse"), (out, lse), whole, strict=False):
@@ -204,6 +221,49 @@ def check_uses() -> None:
     with pytest.raises(InputError, match="the plan is for 700"):
         plan.shard(q[:, :, 1:], 2)
     assert "full" in str(plan) and "modelled" in str(plan) and "700 tokens" in repr(plan)
+    with tempfile.TemporaryDirectory() as folder:
+        assert plan.picture(f"{folder}/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def check_hot_tiles() -> None:
+    """Keys that all see go to all at once, and their gradients come back summed, by the collective or, deterministic, by their owner."""
+    length, prefix = 2000, lambda b, h, q, kv: (q >= kv) & ((q - kv < 64) | (kv < 100))
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "batch": BATCH}
+    layout = twd.plan(prefix, length=length, **sizes, **WAYS["needed"]()).layout
+    assert layout.transport == ("needed",) and layout.hot[0].any()
+    for options in ({"deterministic": False}, {"deterministic": True}):
+        case = LongCase("a prefix that all see", prefix, options=options)
+        whole = _by_one_process(case, length)
+        for way in ("needed", "stages"):
+            _check_long(case, length, WAYS[way], whole)
+
+
+def check_groups() -> None:
+    """Four processes: neighbours that are none, a dimension of a mesh, and two of three."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "rows", "heads"))
+    case = next(c for c in long_cases(700) if c.name == "global tokens, sinks")
+    whole = _by_one_process(case, 700)
+    for group in (halves[dist.get_rank() % 2], mesh["cp"], mesh["dp"], cube["rows", "heads"]):
+        _check_long(case, 700, lambda group=group: {"group": group}, whole)
+
+
+def check_dropout_computed_again() -> None:
+    """Activation checkpointing draws the seed again, on which the ranks agree again."""
+    plan = twd.plan(masks.causal, length=700, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, strategy="needed", head_groups=1)
+    shards = [plan.shard(t.detach(), 2).requires_grad_() for t in Drawn(700).leaves[:3]]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return twd.attention(*tensors, plan=plan, dropout_p=0.4)
+
+    def by(function: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(dist.get_rank())
+        out = function(*shards)
+        return [out, *torch.autograd.grad(out.square().sum(), shards)]
+
+    expected, found = by(attend), by(lambda *tensors: checkpoint(attend, *tensors, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def check_on_a_gpu() -> None:

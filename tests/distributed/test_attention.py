@@ -15,7 +15,11 @@ PROCESSES = "tests.distributed.processes"
 
 
 def test_shared_cases_in_three_processes() -> None:
-    spawn(PROCESSES, "check_shared_cases", 3, "4")
+    spawn(PROCESSES, "check_shared_cases", 3, "2")
+
+
+def test_generated_masks_and_scores_in_three_processes() -> None:
+    spawn(PROCESSES, "check_generated_cases", 3, "40")
 
 
 @pytest.mark.parametrize(
@@ -23,7 +27,7 @@ def test_shared_cases_in_three_processes() -> None:
     [
         (2, 700, 1, ("needed", "gather", "heads", "contiguous", "stages")),
         (3, 601, 2, ("needed", "gather in stages")),
-        (4, 1000, 1, ("auto", "mesh")),
+        (4, 1000, 1, ("auto", "mesh", "heads")),  # heads: two ranks to a key head
         (8, 700, 3, ("needed", "pairs")),  # ranks without tokens
     ],
     ids=str,
@@ -38,6 +42,18 @@ def test_whatever_goes_wrong_on_one_rank_is_raised_by_all() -> None:
 
 def test_forwards_have_the_bits_of_one_process() -> None:
     spawn(PROCESSES, "check_bits", 3)
+
+
+def test_hot_tiles() -> None:
+    spawn(PROCESSES, "check_hot_tiles", 8)
+
+
+def test_groups() -> None:
+    spawn(PROCESSES, "check_groups", 4)
+
+
+def test_dropout_is_the_same_when_computed_again() -> None:
+    spawn(PROCESSES, "check_dropout_computed_again", 2)
 
 
 def test_what_users_build_on() -> None:

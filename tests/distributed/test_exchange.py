@@ -28,7 +28,7 @@ def exchanges(draw: st.DrawFn) -> tuple[list[Tensor], Tensor, list[KeyExchange]]
     return held, needs, [key_exchange(None, r, held, needs, hot, gathers, TILE, stages) for r in range(groups)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(exchanges())
 def test_every_needed_key_comes_exactly_once(drawn: tuple[list[Tensor], Tensor, list[KeyExchange]]) -> None:
     held, needs, found = drawn
@@ -43,7 +43,7 @@ def test_every_needed_key_comes_exactly_once(drawn: tuple[list[Tensor], Tensor, 
         assert torch.equal(pool[order], positions)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(exchanges())
 def test_what_one_sends_another_expects(drawn: tuple[list[Tensor], Tensor, list[KeyExchange]]) -> None:
     held, _, found = drawn

@@ -1,14 +1,20 @@
 """What ranks of a shared sequence compute, one after the other in this process, by the error rule."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.cases import Case, by_function
+from tests.distributed.cases import problems
+from tests.support.cases import Case
 from tests.support.error_rule import check
-from tests.support.grammar import MASKS, SCORES
 from tests.support.shards import SHARED, by_shards
+from tilewise import masks, scores
+from tilewise.core.problem import traced_scores
+from tilewise.distributed.plan import Sizes, plan_of_rank
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -23,23 +29,24 @@ def test_heads_and_rows(case: Case) -> None:
     check(case, "blocked", computed=by_shards(4, 1))
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> Case:
-    """Masks and scores of the grammar, on sequences of several tiles."""
-    ratio, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    mask, steps = draw(MASKS), draw(SCORES)
-    return Case(
-        f"{mask.text}; {', '.join(s.text for s in steps) or 'no score'}; numbers {draw(st.integers(0, 999))}",
-        batch=draw(st.integers(1, 2)),
-        heads=ratio * kv_heads,
-        kv_heads=kv_heads,
-        q_len=draw(st.integers(100, 300)),
-        head_dim=8,
-        mask=lambda source: by_function(source, mask.build(source)),
-        score=(lambda source: [s.build(source) for s in steps]) if steps else None,
-        options=draw(st.sampled_from([{}, {"dropout_p": 0.4, "seed": 9}])),
-        through=("out", "lse"),
-    )
+class _NoWaiting(TorchDispatchMode):
+    """Fails where the host asks a tensor for a number, for which it would wait on a GPU."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_calls_with_a_score_do_not_wait() -> None:
+    """What positions are like is known from the plan: a score is placed in every call."""
+    score = traced_scores((scores.alibi(2),), torch.float32, torch.device("cpu"))
+    assert score is not None
+    for stages in (1, 2):
+        part = plan_of_rank(masks.causal, 1, 3, 1000, Sizes(1, 2, 2, 8, 8), "cpu", stages=stages).only
+        assert part.keys is not None
+        for stage in part.stages:
+            with _NoWaiting():
+                part.placed(score, stage)
 
 
 @settings(max_examples=12, deadline=None)

@@ -144,6 +144,17 @@ def test_hot_tiles_go_to_all_where_their_owner_would_send_many_copies() -> None:
     assert float(layout.sent_tiles.max()) < 64
 
 
+def test_two_stages_where_they_save_more_than_they_cost() -> None:
+    """Parts of outputs in fp32 leave Hopper's fastest kernels, which a network that is as fast as that cannot win back."""
+    length = 64 * 8192
+    works = [(work(MASKS["window"](length), length), 1)]
+    slow, fast = (choose(works, 64, SHAPE, Machine(540e12, network, 360e9, 8), head_groups=1) for network in (15e9, 45e9))
+    assert 0.1 < fast.network_s / fast.compute_s < 0.3 < slow.network_s / slow.compute_s
+    assert (slow.stages("cuda"), fast.stages("cuda"), slow.stages("cpu")) == (2, 1, 1)
+    inside = choose(works, 8, SHAPE, Machine(540e12, 15e9, 360e9, 8), head_groups=1)
+    assert inside.stages("cuda") == 1
+
+
 def test_full_attention_is_gathered_and_small_groups_split_heads() -> None:
     assert choose([(work_of_all(65536), 1)], 64, SHAPE, CUDA).transport == ("gather",)
     heads = choose([(work_of_all(65536), 1)], 8, SHAPE, CUDA, strategy="ulysses")

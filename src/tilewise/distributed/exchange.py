@@ -76,6 +76,7 @@ class Stage:
 
     order: Tensor  # [keys] rows of the pool
     positions: Tensor  # [keys] where in the sequence they are
+    start: int | None  # the first position if they follow one another: known here, so that no call has to wait for a GPU to tell
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ class KeyExchange:
     gathers: bool  # the hot ones by one all-gather; else by a broadcast from each rank that has some
 
     def to(self, device: torch.device) -> "KeyExchange":
-        stages = tuple([Stage(stage.order.to(device), stage.positions.to(device)) for stage in self.stages])
+        stages = tuple([Stage(stage.order.to(device), stage.positions.to(device), stage.start) for stage in self.stages])
         return replace(self, send_index=self.send_index.to(device), hot_index=self.hot_index.to(device), stages=stages)
 
     def fetch(self, own: Tensor) -> "Fetch":
@@ -182,6 +183,13 @@ def _add_rows(to: Tensor, index: Tensor, rows: Tensor) -> None:
         to.index_add_(0, index, rows)
 
 
+def start_of(positions: Tensor) -> int | None:
+    """The first of positions that follow one another (they are sorted, and none stands twice); None of others, and where there are none."""
+    if not len(positions) or int(positions[-1] - positions[0]) != len(positions) - 1:
+        return None
+    return int(positions[0])
+
+
 def key_exchange(
     group: GroupHandle | None, rank: int, held: Sequence[Tensor], needs: Tensor, hot: Tensor, gathers: bool, tile: int, stages: int = 1
 ) -> KeyExchange:
@@ -211,7 +219,7 @@ def key_exchange(
         receives=tuple([len(r) for r in received]),
         hot_index=hot_rows[rank],
         hot=tuple([len(rows) for rows in hot_rows]),
-        stages=tuple([Stage(o, pool[o]) for o in orders]),
+        stages=tuple([Stage(o, pool[o], start_of(pool[o])) for o in orders]),
         moves=bool(cold.any()),
         gathers=gathers,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tilewise.core.places import Places
 from tilewise.core.problem import check_sizes, in_memory
 from tilewise.distributed.agree import checksum, device_of, settle
 from tilewise.distributed.assign import TILE, Work, one_thread, work_of, work_of_all
-from tilewise.distributed.exchange import HeadExchange, KeyExchange, gather_rows, key_exchange
+from tilewise.distributed.exchange import HeadExchange, KeyExchange, gather_rows, key_exchange, start_of
 from tilewise.distributed.strategy import Layout, Order, Strategy, choose
 from tilewise.distributed.team import Members, Team, members_of, team_of
 from tilewise.distributed.traffic import Machine, Shape
@@ -24,7 +25,6 @@ from tilewise.errors import InputError, UnsupportedError
 from tilewise.lang import BoundProgram, gathered, shifted
 from tilewise.tiles import Extent, Geometry, TileMap, from_call, read_mask
 
-OVERLAPS = 0.1  # of the computation's time: from there on, hiding the network is worth a second stage
 Masks = Any  # one mask, or {name: mask} or {name: (mask, layers)}
 
 
@@ -77,23 +77,21 @@ class MaskPlan:
         """A program of the whole sequence in terms of what this rank computes in a stage."""
         if call is None:
             return None
-        call = _placed(call, "q", self.whole.row_positions)
+        call = _placed(call, "q", self.whole.row_positions, self.whole.row_start)
         if self.keys is not None:
-            call = _placed(call, "kv", self.keys.stages[stage].positions)
+            keys = self.keys.stages[stage]
+            call = _placed(call, "kv", keys.positions, keys.start)
         return shifted(call, "h", self.first_head)
 
     def __repr__(self) -> str:
         return f"<mask {self.name!r} of a plan of {self.whole.length} tokens on {self.whole.ranks} ranks>"
 
 
-def _placed(call: BoundProgram, name: str, positions: Tensor) -> BoundProgram:
+def _placed(call: BoundProgram, name: str, positions: Tensor, start: int | None) -> BoundProgram:
     """The program with an index replaced by a position: an offset where positions follow one another, which keeps what is known of the mask's shape."""
     if not len(positions):
         return call
-    first = int(positions[0])
-    if int(positions[-1]) - first == len(positions) - 1:  # sorted, and no position stands twice
-        return shifted(call, name, first)
-    return gathered(call, name, positions)
+    return gathered(call, name, positions) if start is None else shifted(call, name, start)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,6 +110,7 @@ class Plan:
     layout: Layout
     positions: Tensor
     row_positions: Tensor  # of all ranks of this row group
+    row_start: int | None  # the first of these if they follow one another
     head_exchange: HeadExchange | None
     device: torch.device
     number: int  # which plan of this process: the same on every rank
@@ -144,9 +143,7 @@ class Plan:
 
         The gradient of a rank's tokens is that of the own copy: right for a loss that every rank computes from the whole.
         """
-        if tensor.shape[dim] != self.local_length:
-            raise InputError(f"dimension {dim} of shape {tuple(tensor.shape)} has {tensor.shape[dim]} tokens; this rank holds {self.local_length}")
-        whole: Tensor = _Unshard.apply(tensor, dim % tensor.dim(), self)
+        whole: Tensor = _unsharded(tensor, dim, self)
         return whole
 
     def positions_of(self, rank: int) -> Tensor:
@@ -222,7 +219,7 @@ def plan(
         shard_sizes: Tokens of each rank, in order, where a client has cut the sequence already; contiguous, any numbers.
         head_groups: Neighbouring ranks that split the heads among them; 1 shares rows alone. By default the plan chooses, or the mesh says.
         stages: 2 attends to the own keys while those of others are on their way; 1 to all at once, which is less work and gives the bits of one process.
-            By default 2 where the network is modelled to take more than a tenth of the computation's time.
+            By default 2 on GPUs where the network is modelled to take more than 0.3 of the computation's time.
         machine: Speeds for the modelled cost.
     """
     global _made  # noqa: PLW0603  # a count
@@ -243,7 +240,14 @@ def plan(
         facts |= draft.facts
     _made = settle(members.groups, {"call": "plan", "tilewise": __version__, "torch": torch.__version__, **facts}, error, _made + 1)
     assert draft is not None
-    return draft.finish(layout, stages or draft.stages(layout), _made)
+    made: Plan | None = None
+    try:
+        made = draft.finish(layout, stages or layout.stages(draft.device.type), _made)
+    except Exception as found:  # memory may run out on one rank
+        error = found
+    settle(members.groups, {"call": "the end of a plan"}, error)
+    assert made is not None
+    return made
 
 
 def plan_of_rank(
@@ -258,11 +262,11 @@ class _Draft:
     """A plan being made. Nothing here waits for another rank before `finish`."""
 
     def __init__(self, mask: Masks, members: Members, length: int, sizes: Sizes, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-        if length < 1:
-            raise InputError(f"length must be at least 1, got {length}")
-        given = [n for n in (sizes.batch, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.v_dim) if n is not None]
-        if min(given) < 1:
-            raise InputError(f"batch, heads, kv_heads, head_dim and v_dim must be at least 1, got {sizes}")
+        for name, number in {"length": length, **vars(sizes)}.items():
+            if name == "batch" and number is None:
+                continue
+            if not isinstance(number, Integral) or int(number) < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, got {number!r}")
         if sizes.heads % sizes.kv_heads:
             raise InputError(f"heads must be a multiple of kv_heads, got {sizes.heads} and {sizes.kv_heads}")
         self.members, self.length, self.sizes = members, length, sizes
@@ -307,10 +311,6 @@ class _Draft:
         speeds = machine or Machine.of(self.device.type)
         return choose(works, m.ranks, shape, speeds, strategy=strategy, order=order, sizes=shard_sizes, head_groups=m.head_groups or head_groups)
 
-    def stages(self, layout: Layout) -> int:
-        """Inside a node there is little to hide, and on a CPU nobody to hide it."""
-        return 2 if self.device.type == "cuda" and layout.network_s > OVERLAPS * layout.compute_s else 1
-
     def finish(self, layout: Layout, stages: int, number: int) -> Plan:
         with one_thread():  # many small operations: waking threads for each would take longer
             return self._finished(layout, stages, number)
@@ -323,7 +323,7 @@ class _Draft:
             lengths = [_count(layout.holdings[team.row * team.head_groups + u]) for u in range(team.head_groups)]
             heads = HeadExchange(team.heads, tuple(lengths), team.head_group)
         own = _positions(layout.holdings[team.rank]).to(self.device)
-        bare = Plan(self.length, self.sizes, team, layout, own, held[team.row].to(self.device), heads, self.device, number, self.maps)
+        bare = Plan(self.length, self.sizes, team, layout, own, held[team.row].to(self.device), start_of(held[team.row]), heads, self.device, number, self.maps)
         masks: dict[str, MaskPlan] = {}
         for k, (name, ((call, bias), _)) in enumerate(self.readings.items()):
             keys = None
@@ -381,6 +381,21 @@ def _positions(ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum([b - a for a, b in ranges])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it is not typed
+def _unsharded(tensor: Tensor, dim: int, plan: Plan) -> Tensor:
+    facts: dict[str, object] = {"call": f"unshard under plan {plan.number}", "dtype": tensor.dtype}
+    error: Exception | None = None
+    try:
+        if tensor.shape[dim] != plan.local_length:
+            raise InputError(f"dimension {dim} of shape {tuple(tensor.shape)} has {tensor.shape[dim]} tokens; this rank holds {plan.local_length}")
+        facts["shape"] = [size if at != dim % tensor.dim() else "tokens" for at, size in enumerate(tensor.shape)]
+    except Exception as found:  # whatever it is, the other ranks must hear of it
+        error = found
+    settle(plan.team.everyone, facts, error)
+    whole: Tensor = _Unshard.apply(tensor, dim % tensor.dim(), plan)
+    return whole
 
 
 class _Unshard(torch.autograd.Function):

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import (
@@ -37,7 +36,7 @@ from tilewise.distributed.agree import settle
 from tilewise.distributed.plan import MaskPlan, Plan
 from tilewise.distributed.wire import Wire
 from tilewise.engines import Engine
-from tilewise.errors import InputError
+from tilewise.errors import InputError, UnsupportedError
 from tilewise.frontend.dispatch import check_name, requested_backend
 from tilewise.lang import BoundProgram
 from tilewise.memory import resolved
@@ -317,7 +316,6 @@ class _ContextParallel(torch.autograd.Function):
         return wire.join_heads(output.out), wire.join_lse(output.lse)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
         _, q, k, v, sinks, out, lse, *captures = ctx.saved_tensors
@@ -326,8 +324,10 @@ class _ContextParallel(torch.autograd.Function):
         error: Exception | None = None
         try:
             part.check_unchanged()
-        except Exception as changed:  # the other ranks must hear of it
-            error = changed
+            if torch.is_grad_enabled():  # create_graph=True
+                raise UnsupportedError("attention to a sequence that ranks share cannot be differentiated twice")
+        except Exception as refused:  # the other ranks must hear of it
+            error = refused
         settle(everyone, call.facts | given | {"call": f"backward of {call.facts['call']}"}, error)
         fetched = wire.fetch(k, v)
         d_out = torch.zeros_like(out) if grad_out is None else wire.split_out(grad_out)

@@ -21,6 +21,7 @@ CLOSE = 1.05  # times that differ by less are alike to a model
 ALIKE = 1.01  # times within 1 % are no reason for more chunks, or for hot tiles
 BALANCED = 1.05  # the largest load over the mean that is still even
 NEARLY_ALL = 0.7  # of all keys: from there on an all-gather, which moves them in larger pieces, is the better collective
+STAGED = 1.3  # parts of an output are kept in fp32, which a Hopper GPU leaves to its slower kernels: how much longer computing in two stages takes
 HOT_GROUPS = 4  # row groups from which on a tile may be hot: if more than a quarter of them need it
 
 
@@ -97,13 +98,18 @@ class Layout:
 
     @property
     def time_s(self) -> float:
-        """The slowest rank. Keys cross the network while others are computed with; the exchange of heads, and what stays in a node, is waited for."""
-        return float((torch.maximum(self.compute, self.network - self.before) + self.before + self.node).max())
+        """The slowest rank. What crosses the network is waited for; keys are hidden behind a computation in two stages where that takes less."""
+        keys = self.network - self.before
+        return float((torch.minimum(self.compute + keys, torch.maximum(STAGED * self.compute, keys)) + self.before + self.node).max())
 
     @property
     def time_in_turn_s(self) -> float:
         """The slowest rank, if nothing is hidden behind anything."""
         return float((self.compute + self.network + self.node).max())
+
+    def stages(self, device_type: str) -> int:
+        """Two where the network takes longer than computing in two stages costs. Inside a node there is little to hide, and on a CPU nobody to hide it."""
+        return 2 if device_type == "cuda" and self.network_s > (STAGED - 1) * self.compute_s else 1
 
     @property
     def name(self) -> str:
