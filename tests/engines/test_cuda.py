@@ -8,7 +8,7 @@ import torch
 
 from tilewise import masks, scores
 from tilewise.core.problem import Options, Problem, make_problem
-from tilewise.engines import Request, engine_named
+from tilewise.engines import engine_named
 from tilewise.engines.cuda import nvrtc
 from tilewise.engines.cuda.config import forward_config, forward_forms
 from tilewise.engines.cuda.refusals import refuse_problem
