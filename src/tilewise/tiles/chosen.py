@@ -5,7 +5,7 @@ on a CPU do and all that looks at a map, has them found when it first reads one.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,10 @@ class ChosenTiles:
     states: Tensor  # (batch, heads, query tiles, key tiles) uint8: EMPTY, PARTIAL or FULL
     most: int  # key tiles of a row that are not empty, at most
     sharpens: bool = False  # partial tiles are those in which the mask may decide: it may turn out to forbid or allow all of one
+    in_graph: bool = field(init=False)  # made while a CUDA graph is captured, in memory of its own
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_graph", self.states.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing())
 
     def to(self, device: torch.device | str) -> "ChosenTiles":
         return ChosenTiles(self.states.to(device), self.most, self.sharpens)
@@ -106,15 +110,15 @@ class LazyRuns(Runs):
         object.__setattr__(self, "_kind", kind)
 
     @property
-    def offsets(self) -> Tensor:  # type: ignore[override]  # the fields of Runs, which are read-only too
+    def offsets(self) -> Tensor:
         return self._found.runs[self._kind].offsets
 
     @property
-    def start(self) -> Tensor:  # type: ignore[override]
+    def start(self) -> Tensor:
         return self._found.runs[self._kind].start
 
     @property
-    def count(self) -> Tensor:  # type: ignore[override]
+    def count(self) -> Tensor:
         return self._found.runs[self._kind].count
 
     @property
