@@ -85,6 +85,7 @@ class MapForm(NamedTuple):
     allows: int = ALLOWS
     most: int | None = None  # base tiles of a row of queries that allow something, at most
     strides: tuple[int, int] | None = None  # of states, from one head and from one row to the next, where these lie apart
+    is_aligned: bool = True  # states begin at a multiple of 16 bytes
     is_masked: bool = True  # a mask decides inside tiles
 
 
@@ -341,9 +342,11 @@ def form_of_given(p: Problem) -> MapForm:
     assert p.given_tiles is not None and p.given_tiles.chosen is not None
     g, chosen = p.given_tiles.geometry, p.given_tiles.chosen
     forbids = 0 if p.mask is None else PARTIAL  # without a mask, partial tiles are full ones
+    form = MapForm(g.batch, g.heads, g.q_len, g.kv_len, g.tile, forbids, PARTIAL | FULL, chosen.most, is_masked=p.mask is not None)
+    if _looks(p) is not None:  # into a tensor of our own
+        return form
     states = _by_head(chosen.states)
-    strides = (states.stride(0), states.stride(1)) if _looks(p) is None else None
-    return MapForm(g.batch, g.heads, g.q_len, g.kv_len, g.tile, forbids, PARTIAL | FULL, chosen.most, strides, p.mask is not None)
+    return form._replace(strides=(states.stride(0), states.stride(1)), is_aligned=states.data_ptr() % 16 == 0)
 
 
 def _by_head(states: Tensor) -> Tensor:
