@@ -1,6 +1,6 @@
 """Tiles chosen from data: their states lie in memory whose size follows from shapes, so that writing them waits for no GPU.
 
-Lists that a model makes anew in every layer and step go from here to the kernels of GPU engines (engines/gpu/given_map.py). Whoever wants runs, as engines
+Lists that a model makes anew in every layer and step go from here to the kernels of GPU engines (engines/gpu/device_map.py). Whoever wants runs, as engines
 on a CPU do and all that looks at a map, has them found when it first reads one.
 """
 
