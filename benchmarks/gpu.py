@@ -1,7 +1,7 @@
 """tilewise beside its peers on one GPU, in one run: dense and causal, the same in single precision, grouped heads, programmed masks and
-scores, decoding, keys and values in pages, memory, cold starts; its tile maps.
+scores, tiles chosen from data, decoding, keys and values in pages, memory, cold starts; its tile maps.
 
-    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [decode] [paged] [splits] [host] [maps] [memory] [cold]
+    python benchmarks/gpu.py [dense] [single] [grouped] [masks] [sparse] [decode] [paged] [splits] [host] [maps] [memory] [cold]
                              [--quick] [--save] [--engines gluon triton] [--no-flex] [--fa3 FOLDER] [--fa4 FOLDER]
 
 TFLOP/s count the unmasked work only; a backward counts 2.5 times its forward. Peers take turns within a row, each time in another
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
@@ -274,6 +274,82 @@ def programmed(args: argparse.Namespace) -> list[list[str]]:
     return table
 
 
+def sparse(args: argparse.Namespace) -> list[list[str]]:
+    """The video of a large model, with a quarter and a tenth of its tiles chosen at random by every head, beside all of them. Lists are new in every layer and
+    step: how long the GPU takes from lists to both passes' schedules, transposed ones included, and the host for a whole forward with new lists. torch flex
+    gets the same lists as full blocks; its transposed lists are made by torch's operations."""
+    heads, length, dim, tile = 40, 75600, 128, 128
+    tiles, engine = -(-length // tile), args.engines[0]
+    peers = ["forward ms", "of dense", "backward ms", "of dense", "lists: GPU ms", "host ms of a call"]
+    flex = [] if args.no_flex else ["flex forward ms", "flex backward ms", "flex lists: GPU ms"]
+    table = [[f"{heads} heads of {dim}, {length} tokens, tiles of {tile}, {engine}", *peers, *flex]]
+    inputs = tensors(1, heads, length, dim)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    whole: list[float] = []
+    for keep in (1.0, 0.25, 0.1):
+        entries = math.ceil(keep * tiles)
+        indices = torch.rand(1, heads, tiles, tiles, device="cuda").topk(entries, -1).indices.int() if keep < 1 else None
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None = indices) -> Tensor:
+            chosen = None if indices is None else tilewise.TileMap.from_lists(indices, q_len=length, kv_len=length, tile=(tile, tile))
+            return tilewise.attention(q, k, v, mask=chosen, backend=engine)
+
+        times = both_passes_ms(ours, inputs)
+        whole = whole or times
+        shares = [f"{ms / all_tiles:.3f}" for ms, all_tiles in zip(times, whole, strict=True)]
+        cells = [f"{100 * keep:.0f} %", f"{times[0]:.1f}", shares[0], f"{times[1]:.1f}", shares[1]]
+        cells.append("-" if indices is None else f"{lists_ms(indices, inputs, length, tile, engine):.3f}")
+        cells.append(f"{handed_over(partial(_no_grad, ours, *inputs), 3) / 1e3:.3f}")
+        if flex and indices is None:
+            cells += ["-"] * len(flex)
+        elif flex:
+            blocks = flex_blocks(indices, length, tile, tiles)
+            theirs = both_passes_ms(lambda q, k, v, blocks=blocks: compiled(q, k, v, block_mask=blocks), inputs)
+            cells += [f"{ms:.1f}" for ms in theirs] + [f"{gpu_ms(partial(flex_blocks, indices, length, tile, tiles)):.3f}"]
+        print("  ".join(f"{c:>10s}" for c in cells), flush=True)
+        table.append(cells)
+    print(markdown(table))
+    return table
+
+
+def flex_blocks(indices: Tensor, length: int, tile: int, tiles: int) -> BlockMask:
+    """As many columns whatever is kept, so that torch compiles one kernel."""
+    counts = torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device="cuda")
+    padded = functional.pad(indices, (0, tiles - indices.shape[3]))
+    nothing = torch.zeros_like(counts), torch.zeros_like(padded)
+    return BlockMask.from_kv_blocks(*nothing, counts, padded, BLOCK_SIZE=tile, seq_lengths=(length, length))
+
+
+def lists_ms(indices: Tensor, inputs: tuple[Tensor, ...], length: int, tile: int, engine: str) -> float:
+    def schedules() -> None:
+        chosen = tilewise.TileMap.from_lists(indices, q_len=length, kv_len=length, tile=(tile, tile))
+        SCHEDULES[engine](make_problem(*inputs, chosen, None, Options())[0])
+
+    return gpu_ms(schedules)
+
+
+def gpu_ms(call: Callable[[], Any], turns: int = 7) -> float:
+    """Of a call that is handed over while the GPU is busy."""
+    call()
+    times = []
+    for _ in range(turns):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(10_000_000)  # cycles
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def both_passes_ms(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[float]:
+    out = forward(*inputs)
+    grad = torch.randn_like(out)
+    backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+    return [gpu_ms(partial(_no_grad, forward, *inputs), 5), gpu_ms(backward, 5)]
+
+
 def _unable(*_: Any) -> Tensor:
     raise NotImplementedError("cannot express it")
 
@@ -456,6 +532,7 @@ def maps(args: argparse.Namespace) -> list[list[str]]:
         ],
         "padding, 4 x 4096 tokens": [problem(4096, masks.padding(torch.randint(1, 4097, (4,)).cuda()), batch=4) for _ in range(count)],
         "causal, 131072 tokens, made once": [problem(131072, masks.causal)] * count,
+        "radial of 21 frames, 75600 tokens, made once": [problem(75600, masks.radial(21, 3600))] * count,
     }
     for name, problems in work.items():
         for engine in args.engines:
@@ -608,7 +685,7 @@ def markdown(table: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["dense", "single", "grouped", "masks", "decode", "paged", "splits", "host", "maps", "memory", "cold"]
+    names = ["dense", "single", "grouped", "masks", "sparse", "decode", "paged", "splits", "host", "maps", "memory", "cold"]
     parser.add_argument("parts", nargs="*", choices=[*names, []], help="what to measure; everything unless given")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     own = ["gluon", "triton"] if hopper else ["triton"]
@@ -630,6 +707,7 @@ def main() -> None:
         "single": single,
         "grouped": grouped,
         "masks": programmed,
+        "sparse": sparse,
         "decode": decode,
         "paged": paged,
         "splits": splits,

@@ -20,8 +20,7 @@ from tilewise.cubes import Cubes, cubes
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
 from tilewise.masks import Mask, broadcast_load
-from tilewise.tiles import Geometry, TileMap
-from tilewise.tiles.runs import from_sets
+from tilewise.tiles import EMPTY, FULL, PARTIAL, ChosenTiles, Geometry, TileMap, from_chosen
 
 __all__ = ["Cubes", "cube_attention", "cubes", "moba", "moba_map", "pooled", "pooled_scores", "top_k", "top_p", "vsa"]
 
@@ -119,8 +118,8 @@ def moba_map(query: Tensor, key: Tensor, *, block: int, top_k: int, causal: bool
     full = every.all(3)
     if causal:
         full = full & ((column + 1) * block <= token[::QUERY_TILE, None] + 1)  # up to the tile's first query
-    partial_runs, full_runs = from_sets(torch.stack([some.any(3) & ~full, full]).flatten(1, 3))
-    return TileMap(geometry, partial_runs, full_runs, trace_mask(within), f"moba({block}, {top_k})", given=True)
+    states = torch.where(full, FULL, torch.where(some.any(3), PARTIAL, EMPTY)).to(torch.uint8)
+    return from_chosen(geometry, ChosenTiles(states, count), trace_mask(within), f"moba({block}, {top_k})")
 
 
 # -- cubes of a video, VSA ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tilewise.engines.operator_plans import plan_of
 from tilewise.engines.registry import engine_named
 from tilewise.errors import BackendError
 from tilewise.lang import BoundProgram, parse
-from tilewise.tiles import Geometry, Runs, TileMap, trimmed
+from tilewise.tiles import ChosenTiles, Geometry, Runs, TileMap, from_chosen, trimmed
 
 ARGUMENTS = (
     "str engine, Tensor query, Tensor key, Tensor value, "
@@ -46,12 +46,13 @@ def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
     """A problem as the arguments of `tilewise::attention`. Parts of problems, and pages, have no way through it."""
     assert problem.places is None and problem.pages is None and not problem.partial
     mask, score, tiles = problem.mask, problem.score, problem.tiles
-    runs: list[Tensor] = []
+    runs: list[Tensor] = []  # or the states of chosen tiles
     geometry: list[int] = []
     if tiles is not None:
         g = tiles.geometry
-        runs = [t for r in (tiles.partial, tiles.full) for t in (r.offsets, r.start, r.count)]
-        geometry = [g.batch, g.heads, g.q_len, g.kv_len, *g.tile, int(tiles.given)]
+        runs = list(tiles.tensors)
+        chosen = (0, 0) if tiles.chosen is None else (tiles.chosen.most, int(tiles.chosen.sharpens))
+        geometry = [g.batch, g.heads, g.q_len, g.kv_len, *g.tile, int(tiles.given), *chosen]
     return (
         engine,
         problem.query,
@@ -88,7 +89,7 @@ class Recipe(NamedTuple):
     mask_captures: int
     mask_ints: int
     mask_floats: list[float]
-    has_tiles: bool
+    tiles: int  # tensors of a given map: its runs, the states of its tiles, or none
     score: str
     score_captures: int
     score_ints: int
@@ -102,7 +103,7 @@ class Recipe(NamedTuple):
     names: list[int]  # of the values that the mask's tensors and the given tiles are in the graph (graph_values.py); none outside of graphs
 
 
-RUNS, GEOMETRY = 6, 7  # tensors and integers of a given map
+STATES, GEOMETRY = 1, 9  # tensors of a map of chosen tiles, and integers of any given map
 
 
 def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor], str, list[int]]:
@@ -116,7 +117,7 @@ def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor],
         len(m_captures),
         len(m_ints),
         list(m_floats),
-        bool(runs),
+        len(runs),
         score,
         len(s_captures),
         len(s_ints),
@@ -153,7 +154,7 @@ def _frame(text: str) -> _Frame:
     score = BoundProgram(parse(r.score), (), (), tuple(r.score_floats)) if r.score else None
     problem = Problem(NO_TENSOR, NO_TENSOR, NO_TENSOR, mask, None, score, None, r.scale, r.dropout_p, None, r.deterministic, max_scores=r.max_scores)
     more = r.mask_captures + r.mask_ints + r.score_captures + r.score_ints
-    return _Frame(r, engine_named(r.engine), problem, not (more or r.has_tiles or r.has_sinks or r.has_seed))
+    return _Frame(r, engine_named(r.engine), problem, not (more or r.tiles or r.has_sinks or r.has_seed))
 
 
 def unpacked(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, ints: list[int]) -> tuple[Engine, Problem]:
@@ -165,16 +166,21 @@ def unpacked(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], re
     mask, score, tiles = problem.mask, problem.score, None
     if mask is not None:
         mask = BoundProgram(mask.program, tensors.take(r.mask_captures), numbers.take(r.mask_ints), mask.floats)
-    if r.has_tiles:
-        runs = tensors.take(RUNS)
-        batch, heads, q_len, kv_len, tile_q, tile_kv, given = numbers.take(GEOMETRY)
-        shape = Geometry(batch, heads, q_len, kv_len, (tile_q, tile_kv))
-        tiles = TileMap(shape, trimmed(Runs(*runs[:3])), trimmed(Runs(*runs[3:])), mask, given=bool(given))
+    if r.tiles:
+        tiles = _tiles(tensors.take(r.tiles), numbers.take(GEOMETRY), mask)
     if score is not None:
         score = BoundProgram(score.program, tensors.take(r.score_captures), numbers.take(r.score_ints), score.floats)
     sinks = tensors.take(1)[0] if r.has_sinks else None
     seed = tensors.take(1)[0] if r.has_seed else None
     return engine, problem.replaced(query=query, key=key, value=value, mask=mask, tiles=tiles, score=score, sinks=sinks, seed=seed)
+
+
+def _tiles(tensors: tuple[Tensor, ...], numbers: tuple[int, ...], mask: BoundProgram | None) -> TileMap:
+    batch, heads, q_len, kv_len, tile_q, tile_kv, given, most, sharpens = numbers
+    geometry = Geometry(batch, heads, q_len, kv_len, (tile_q, tile_kv))
+    if len(tensors) == STATES:
+        return from_chosen(geometry, ChosenTiles(tensors[0], most, bool(sharpens)), mask, "mask")
+    return TileMap(geometry, trimmed(Runs(*tensors[:3])), trimmed(Runs(*tensors[3:])), mask, given=bool(given))
 
 
 class _Reader:
@@ -290,7 +296,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
 
 def _fake_backward(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, *rest: Any) -> tuple[Any, ...]:
     r, wanted = _frame(recipe).recipe, rest[-1]
-    first = r.mask_captures + (RUNS if r.has_tiles else 0)  # of the score's captures; sinks come after them
+    first = r.mask_captures + r.tiles  # of the score's captures; sinks come after them
 
     def fresh(t: Tensor) -> Tensor:
         return t.new_empty(t.shape)
@@ -328,7 +334,7 @@ def run_backward(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, .
 
 
 def _is_capturable(given: tuple[Any, ...]) -> bool:
-    if _frame(given[4]).recipe.has_tiles:  # to unpack these waits for the device
+    if _frame(given[4]).recipe.tiles:  # to unpack runs waits for the device
         return False
     engine, problem = unpacked(*given)
     return engine.is_capturable(problem)

@@ -20,7 +20,7 @@ from tilewise.tiles.look import Look, TorchLook
 from tilewise.tiles.runs import Pile, Runs, from_dense, from_sets
 
 # Most mask elements of a map that is classified without bounds, on a CPU and on a GPU: a kernel evaluates them in the time of some hundred operations.
-SEEN_WHOLE_ON_CPU, SEEN_WHOLE = 2**22, 2**32
+SEEN_WHOLE_ON_CPU, SEEN_WHOLE = 2**22, 2**33
 
 
 class Grain(NamedTuple):

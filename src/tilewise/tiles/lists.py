@@ -11,6 +11,7 @@ from tilewise.lang import BoundProgram
 from tilewise.masks import Mask, MaskFunction, as_mask
 from tilewise.memory import can_be_looked_at
 from tilewise.tiles.build import build
+from tilewise.tiles.chosen import MOST_TILES, ChosenTiles, lazy_runs, mark, mask_geometry, nothing_chosen, tiles_of
 from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
 from tilewise.tiles.runs import Runs, trimmed
 
@@ -23,6 +24,7 @@ class Listed(NamedTuple):
     full: Runs
     mask: BoundProgram | None
     name: str
+    chosen: ChosenTiles | None
 
 
 def of_lists(
@@ -32,20 +34,29 @@ def of_lists(
     if min(q_len, kv_len) < 0 or min(tile) < 1:
         raise InputError(f"from_lists takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
     geometry = Geometry(*_lead(indices), q_len, kv_len, tile)
-    indices = _checked(indices, counts, geometry)
+    _check(indices, counts, geometry)
     for first, end in always:
         if not 0 <= first <= end <= geometry.kv_tiles:
             raise InputError(f"from_lists: always holds ranges (first, end) of key tiles from 0 to {geometry.kv_tiles}, got ({first}, {end})")
-        on = torch.arange(first, end, dtype=indices.dtype, device=indices.device)
-        indices = torch.cat([indices, on.expand(*indices.shape[:3], -1)], 3)
-    if mask is None:
-        return Listed(geometry, _runs(indices[..., :0], geometry), _runs(indices, geometry), None, "lists")
-    known = as_mask(mask)
-    if 0 not in (q_len, kv_len):
+    known = None if mask is None else as_mask(mask)
+    if known is not None and 0 not in (q_len, kv_len):
         known.check_sizes({"q": q_len, "kv": kv_len})
-    call = known.traced()
-    partial, full = _sharpened(indices, call, geometry)
-    return Listed(geometry, _runs(partial, geometry), _runs(full, geometry), call, f"lists & {known.name}")
+    call, name = (None, "lists") if known is None else (known.traced(), f"lists & {known.name}")
+    if geometry.total > MOST_TILES:
+        return Listed(geometry, *_runs_of_lists(indices, counts, always, call, geometry), call, name, None)
+    chosen = _chosen(indices, counts, always, geometry, has_mask=call is not None)
+    return Listed(geometry, *lazy_runs(geometry, chosen, call), call, name, chosen)
+
+
+def _chosen(indices: Tensor, counts: Tensor | None, always: Sequence[tuple[int, int]], geometry: Geometry, has_mask: bool) -> ChosenTiles:
+    """A copy of what the lists say now, on their device."""
+    state = PARTIAL if has_mask else FULL
+    states = nothing_chosen(geometry, indices.device)
+    mark(states, indices, counts, state)
+    tiles = tiles_of(states)
+    for first, end in always:
+        tiles[..., first:end] = state
+    return ChosenTiles(tiles, min(geometry.kv_tiles, indices.shape[3] + sum([end - first for first, end in always])), sharpens=has_mask)
 
 
 def _lead(indices: Tensor) -> tuple[int, int]:
@@ -55,30 +66,44 @@ def _lead(indices: Tensor) -> tuple[int, int]:
     return indices.shape[0], indices.shape[1]
 
 
-def _checked(indices: Tensor, counts: Tensor | None, geometry: Geometry) -> Tensor:
-    """The lists, negative where nothing is listed; raises where they are wrong and that can be known without waiting for a GPU."""
+def _check(indices: Tensor, counts: Tensor | None, geometry: Geometry) -> None:
+    """Raises where the lists are wrong and that can be known without waiting for a GPU."""
     g = geometry
     if indices.shape[2] != g.q_tiles:
         raise InputError(f"from_lists: {g.q_len} queries are {g.q_tiles} tiles of {g.tile[0]}, but the lists are of {indices.shape[2]}")
+    counted = indices
     if counts is not None:
         if counts.shape != indices.shape[:3] or counts.is_floating_point():
             raise InputError(f"from_lists takes integer counts of shape {tuple(indices.shape[:3])}, got {counts.dtype} of shape {tuple(counts.shape)}")
-        if counts.is_cpu and can_be_looked_at(counts) and bool(((counts < 0) | (counts > indices.shape[3])).any()):
-            raise InputError(f"from_lists: counts are from 0 to {indices.shape[3]}, the entries of a list, got {int(counts.min())} to {int(counts.max())}")
+        if counts.is_cpu and can_be_looked_at(counts):
+            if bool(((counts < 0) | (counts > indices.shape[3])).any()):
+                raise InputError(f"from_lists: counts are from 0 to {indices.shape[3]}, the entries of a list, got {int(counts.min())} to {int(counts.max())}")
+            counted = indices.masked_fill(torch.arange(indices.shape[3]) >= counts[..., None], -1)
+    if indices.is_cpu and can_be_looked_at(indices) and bool((counted >= g.kv_tiles).any()):
+        raise InputError(f"from_lists: {g.kv_len} keys are tiles 0 to {g.kv_tiles - 1} of {g.tile[1]}, but tile {int(counted.max())} is listed")
+
+
+# -- maps of very many tiles -------------------------------------------------------------------------------------------
+
+
+def _runs_of_lists(
+    indices: Tensor, counts: Tensor | None, always: Sequence[tuple[int, int]], call: BoundProgram | None, geometry: Geometry
+) -> tuple[Runs, Runs]:
+    """The partial and the full tiles, in memory by how many are listed; finding out how many runs that makes waits for a GPU."""
+    if counts is not None:
         indices = indices.masked_fill(torch.arange(indices.shape[3], device=indices.device) >= counts[..., None], -1)
-    if indices.is_cpu and can_be_looked_at(indices) and bool((indices >= g.kv_tiles).any()):
-        raise InputError(f"from_lists: {g.kv_len} keys are tiles 0 to {g.kv_tiles - 1} of {g.tile[1]}, but tile {int(indices.max())} is listed")
-    return indices
+    for first, end in always:
+        on = torch.arange(first, end, dtype=indices.dtype, device=indices.device)
+        indices = torch.cat([indices, on.expand(*indices.shape[:3], -1)], 3)
+    partial, full = (indices[..., :0], indices) if call is None else _sharpened(indices, call, geometry)
+    return _runs(partial, geometry), _runs(full, geometry)
 
 
 def _sharpened(indices: Tensor, call: BoundProgram, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """The listed tiles that are partial and those that are full, by the mask's own map. Lists of one for all batch elements or heads, whose masks differ, stay
-    partial."""
-    g, uses = geometry, call.program.uses
-    if ("b" in uses and g.batch == 1) or ("h" in uses and g.heads == 1) or not can_be_looked_at(indices) or g.total == 0:
+    """The listed tiles that are partial and those that are full, by the mask's own map."""
+    own = mask_geometry(call, geometry)
+    if own is None or not can_be_looked_at(indices):
         return indices, indices[..., :0]
-    q_len = g.q_len if "q" in uses else min(g.q_len, g.tile[0])  # padding of keys is the same for every query
-    own = Geometry(g.batch if "b" in uses else 1, g.heads if "h" in uses else 1, q_len, g.kv_len, g.tile)
     partial, full = (runs.to(indices.device).dense(own.kv_tiles).to(torch.uint8) for runs in build(call, own, indices.device))
     states = (partial * PARTIAL + full * FULL).view(own.batch, own.heads, own.q_tiles, own.kv_tiles).expand(*indices.shape[:3], -1)
     found = states.gather(3, indices.clamp(0, own.kv_tiles - 1).long())

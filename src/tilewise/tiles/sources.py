@@ -10,9 +10,10 @@ from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.masks import Grid, Mask, broadcast_load
 from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.sizes import broadcasts
-from tilewise.tiles.geometry import Geometry
+from tilewise.tiles.chosen import MOST_TILES, ChosenTiles, mark, nothing_chosen, tiles_of
+from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
 from tilewise.tiles.runs import Runs, trimmed
-from tilewise.tiles.tilemap import TileMap, from_call
+from tilewise.tiles.tilemap import TileMap, from_call, from_chosen
 
 
 class MaskReading(NamedTuple):
@@ -107,19 +108,33 @@ def from_block_mask(block_mask: Any) -> TileMap:
     rows = -(-q_len // q_tile)
     counts, indices = _block_lists(block_mask.kv_num_blocks, block_mask.kv_indices, rows)
     geometry = Geometry(counts.shape[0], counts.shape[1], q_len, kv_len, (q_tile, kv_tile))
-    partial = Runs(*torch.ops.tilewise.runs_of_blocks(counts, indices, geometry.kv_tiles))
-    if block_mask.full_kv_num_blocks is None:
-        nothing = torch.zeros(0, dtype=torch.int32, device=counts.device)
-        full = Runs(torch.zeros(geometry.rows + 1, dtype=torch.int32, device=counts.device), nothing, nothing)
-    else:
+    full_counts, full_indices = None, None
+    if block_mask.full_kv_num_blocks is not None:
         full_counts, full_indices = _block_lists(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows)
         if full_counts.shape != counts.shape:
             raise InputError(f"kv_num_blocks has shape {tuple(counts.shape)}, full_kv_num_blocks {tuple(full_counts.shape)}; they must be the same")
-        full = Runs(*torch.ops.tilewise.runs_of_blocks(full_counts, full_indices, geometry.kv_tiles))
     mask = None if block_mask.mask_mod is None else trace_mask(block_mask.mask_mod, counts.device)
-    if not torch.compiler.is_compiling():  # outside torch.compile, sizes may depend on contents
-        partial, full = trimmed(partial), trimmed(full)
-    return TileMap(geometry, partial, full, mask, "block_mask", given=True)
+    if torch.compiler.is_compiling() or geometry.total > MOST_TILES:  # slices are made of runs: while compiling, what becomes of the tiles is not known
+        partial = _runs(counts, indices, geometry)
+        full = _no_runs(geometry, counts.device) if full_counts is None or full_indices is None else _runs(full_counts, full_indices, geometry)
+        return TileMap(geometry, partial, full, mask, "block_mask", given=True)
+    states, most = nothing_chosen(geometry, counts.device), indices.shape[3]
+    mark(states, indices, counts, PARTIAL)
+    if full_counts is not None and full_indices is not None:
+        mark(states, full_indices, full_counts, FULL)
+        most += full_indices.shape[3]
+    return from_chosen(geometry, ChosenTiles(tiles_of(states), min(most, geometry.kv_tiles)), mask, "block_mask")
+
+
+def _runs(counts: Tensor, indices: Tensor, geometry: Geometry) -> Runs:
+    """Outside torch.compile, sizes may depend on contents."""
+    runs = Runs(*torch.ops.tilewise.runs_of_blocks(counts, indices, geometry.kv_tiles))
+    return runs if torch.compiler.is_compiling() else trimmed(runs)
+
+
+def _no_runs(geometry: Geometry, device: torch.device) -> Runs:
+    nothing = torch.zeros(0, dtype=torch.int32, device=device)
+    return Runs(torch.zeros(geometry.rows + 1, dtype=torch.int32, device=device), nothing, nothing)
 
 
 def _block_lists(counts: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:

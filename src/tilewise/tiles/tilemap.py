@@ -12,6 +12,7 @@ from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, gathered, shifted
 from tilewise.masks import Mask, MaskFunction
 from tilewise.tiles.build import build
+from tilewise.tiles.chosen import ChosenTiles, lazy_runs
 from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
 from tilewise.tiles.lists import of_lists
 from tilewise.tiles.look import Look
@@ -37,6 +38,7 @@ class TileMap:
     name: str = "mask"
     given: bool = False
     derived: dict[str, Any] = field(default_factory=dict)  # what engines made from this map (core/map_cache.remembered)
+    chosen: ChosenTiles | None = None  # of a map that was chosen from data: its runs are found when they are first read
 
     def __post_init__(self) -> None:
         if self.mask is None:
@@ -54,6 +56,8 @@ class TileMap:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those the tiles are written in."""
+        if self.chosen is not None:
+            return (self.chosen.states,)
         return tuple([getattr(runs, field) for runs in (self.partial, self.full) for field in ("offsets", "start", "count")])
 
     @property
@@ -139,6 +143,8 @@ class TileMap:
         mask = self.mask
         if mask is not None:
             mask = replace(mask, captures=tuple(t.to(device) for t in mask.captures))
+        if self.chosen is not None:
+            return from_chosen(self.geometry, self.chosen.to(device), mask, self.name)
         return replace(self, partial=self.partial.to(device), full=self.full.to(device), mask=mask, derived={})
 
     def recut(self, tile: tuple[int, int]) -> "TileMap":
@@ -153,7 +159,7 @@ class TileMap:
             raise InputError(f"a map given as tiles of {g.tile} can only be cut into tiles that divide them, not {tile}")
         finer = replace(g, tile=tile)
         ratio = g.tile[0] // tile[0], g.tile[1] // tile[1]
-        return replace(self, geometry=finer, partial=_cut(self.partial, g, finer, ratio), full=_cut(self.full, g, finer, ratio), derived={})
+        return replace(self, geometry=finer, partial=_cut(self.partial, g, finer, ratio), full=_cut(self.full, g, finer, ratio), derived={}, chosen=None)
 
     def __getitem__(self, index: Any) -> "TileMap":
         """map[batch, head, query tile]: integers, slices or index tensors; dimensions are kept."""
@@ -227,8 +233,8 @@ class TileMap:
     ) -> "TileMap":
         """A map given as lists of key tiles, chosen from the data: what is not listed is masked, and a query without any gives 0.
 
-        Tiles of 64 or 128 suit every engine; larger multiples are cut. Lists on a CPU that name tiles past the end are an error; on a GPU, where finding
-        out would mean waiting for it, such entries are ignored.
+        Tiles of 64 or 128 suit every engine; larger multiples are cut. The map holds a copy of what the lists say now. On a GPU nothing waits for it, so
+        that entries that name tiles past the end, an error on a CPU, are ignored there; inside a CUDA graph, replays follow the lists.
 
         Args:
             indices: (batch, heads, query tiles, entries) the key tiles that each query tile computes, int32 or int64, in any order and any number of times.
@@ -240,7 +246,8 @@ class TileMap:
             always: Ranges (first, end) of key tiles that every query tile computes, too.
             mask: A mask that decides within the listed tiles; a function or one of tilewise.masks.
         """
-        return TileMap(*of_lists(indices, counts, q_len, kv_len, tile, always, mask), given=True)
+        listed = of_lists(indices, counts, q_len, kv_len, tile, always, mask)
+        return TileMap(listed.geometry, listed.partial, listed.full, listed.mask, listed.name, given=True, chosen=listed.chosen)
 
     def save(self, path: str | Path) -> None:
         """Write the map, its mask and captured tensors to one file (a zip of JSON and raw numbers, no pickle)."""
@@ -254,6 +261,12 @@ class TileMap:
         from tilewise.tiles.storage import load
 
         return TileMap(*load(Path(path)))
+
+
+def from_chosen(geometry: Geometry, chosen: ChosenTiles, mask: BoundProgram | None, name: str) -> TileMap:
+    """A given map of tiles that were chosen from data."""
+    partial, full = lazy_runs(geometry, chosen, mask)
+    return TileMap(geometry, partial, full, mask, name, given=True, chosen=chosen)
 
 
 def from_call(call: BoundProgram, geometry: Geometry, name: str, device: torch.device | str, look: Look | None = None) -> TileMap:

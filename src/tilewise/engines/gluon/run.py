@@ -70,7 +70,7 @@ def counter(device: torch.device) -> Tensor:
 
 
 def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-    if wanted or p.deterministic or too_many_mask_bits(p):  # what is known at once (refuse_backward)
+    if wanted or p.deterministic or too_many_mask_bits(p, by_keys=True):  # what is known at once (refuse_backward)
         return triton_run.backward(p, plan, output, grad_out, grad_lse, wanted)
     dlse = None if grad_lse is None else grad_lse.float().contiguous()
     name = ("backward", backward_key(p, output.out, output.lse, grad_out, dlse))

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tilewise.core.map_cache import maps, publish, remembered
 from tilewise.core.problem import Problem
-from tilewise.engines.gluon.config import BackwardConfig, ForwardConfig, forward_config
+from tilewise.engines.gluon.config import BackwardConfig, ForwardConfig, backward_config, forward_config
 from tilewise.engines.gluon.mask_bits import pack_mask_bits_launch
 from tilewise.engines.gluon.patches import in_strips
 from tilewise.engines.gpu.arguments import mask_within_given_tiles
-from tilewise.engines.gpu.device_map import DeviceMap, captures_of, device_map_of, is_made_on_device
+from tilewise.engines.gpu.device_map import MAX_ELEMENTS, DeviceMap, bits_blocks, captures_of, device_map_of, form_of_given, is_made_on_device
 from tilewise.engines.gpu.launch import AnyTensor, Find, Launch, flat, prepare
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.gpu.tile_schedule import TileSchedule, key_schedule, query_schedule, schedule_from
@@ -77,17 +77,25 @@ def key_axis(config: BackwardConfig) -> MapAxis:
     return MapAxis(*config.tile[::-1], by_keys=True, transposed=config.is_wide)
 
 
-def too_many_mask_bits(p: Problem) -> bool:
-    """Whether a mask decides in so many tiles that its bits would be large. Those of the backward take up to twice as much."""
-    if p.mask is None or is_made_on_device(p):  # there is room for the bits of every tile
+def too_many_mask_bits(p: Problem, by_keys: bool = False) -> bool:
+    """Whether a mask decides in so many tiles that the bits of a pass, along queries or along keys, would be large."""
+    if p.mask is None:
         return False
+    if is_made_on_device(p):  # there is room for the bits of every tile, or of as many as can be chosen
+        return p.given_tiles is not None and p.device.type != "meta" and _most_bytes(p, by_keys) > MAX_ELEMENTS // 8
     uses = p.mask.program.uses
     most = (p.batch if "b" in uses else 1) * (p.heads if "h" in uses else 1) * p.q_len * p.kv_len // 4
     if most <= MAX_BYTES or p.device.type == "meta":
         return False
-    axis = query_axis(forward_config(p))
+    axis = query_axis(forward_config(p))  # those of a backward take up to twice as much
     tile_map = axis.tile_map(in_strips(p))
     return tile_map is not None and remembered(tile_map, "partial tiles", tile_map.partial.total) * axis.rows * ROW_BYTES > MAX_BYTES
+
+
+def _most_bytes(p: Problem, by_keys: bool) -> int:
+    """Of the mask bits of chosen tiles, for which there is room."""
+    axis = key_axis(backward_config(p)) if by_keys else query_axis(forward_config(p))
+    return bits_blocks(form_of_given(p), axis.tile, by_keys) * axis.bits_shape[0] * ROW_BYTES
 
 
 def hopper_schedule(p: Problem, axis: MapAxis, find: Find = device_map_of) -> HopperSchedule:
@@ -128,10 +136,12 @@ def _made_on_device(p: Problem, axis: MapAxis, made: DeviceMap) -> HopperSchedul
 
     def make() -> HopperSchedule:
         tiles = schedule_from(made, tables, axis.tile, axis.by_keys)
-        bits = made.empty((len(tables.order) * columns_of(p, axis), axis.bits_shape[0], 4))
+        bits = made.empty((bits_blocks(made.recipe.form, axis.tile, axis.by_keys), axis.bits_shape[0], 4))
         launch = made.recipe.launch(("pack_mask_bits", axis), lambda: bits_launch(p, axis, bits, tiles, tables.first_bits))
         launch.launch([bits, *tiles.tensors[1:], tables.first_bits, *captures_of(p)])
-        return HopperSchedule(tiles, (*tables, bits), UNKNOWN_DENSITY)
+        form, most = made.recipe.form, made.recipe.form.most
+        density = UNKNOWN_DENSITY if most is None else most / max(-(-form.kv_len // form.size[1]), 1)
+        return HopperSchedule(tiles, (*tables, bits), density)
 
     return made.remember(axis, make)
 

@@ -1,9 +1,9 @@
-"""Tile schedules of masks that load from tensors, made by kernels on the current stream.
+"""Tile schedules of masks that load from tensors, and of tiles chosen from data, made by kernels on the current stream.
 
-Such a mask may be another at every step (packed documents, lengths), so nothing here waits for the device: no number comes back from it, and every size
-follows from shapes. That also makes it work inside a CUDA graph, whose replays then follow the tensors' contents.
+Such a mask may be another at every step (packed documents, lengths, lists of tiles), so nothing here waits for the device: no number comes back from it,
+and every size follows from shapes. That also makes it work inside a CUDA graph, whose replays then follow the tensors' contents.
 
-Other masks are functions of the positions alone, and given tiles are what they are: their maps (tile_classifier.py) are made once.
+Other masks are functions of the positions alone, and given maps of runs are what they are: their maps (tile_classifier.py) are made once.
 """
 
 import weakref
@@ -18,11 +18,13 @@ from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_key, exact, maps
 from tilewise.core.problem import Problem
 from tilewise.core.weak_cache import WeakCache
-from tilewise.engines.gpu.driver import capture_id, stream_of
+from tilewise.engines.gpu.driver import capture_id, is_capturing, stream_of
 from tilewise.engines.gpu.kernel_args import BaseConstants, BaseGeometry, OrderConstants, RowsConstants, RowsGeometry
-from tilewise.engines.gpu.launch import AnyTensor, KernelLaunch, Launch, PreparedLaunch, prepare, stretches
+from tilewise.engines.gpu.launch import AnyTensor, KernelLaunch, Launch, PreparedLaunch, keep_for_graphs, prepare, stretches
 from tilewise.engines.gpu.limits import interpreted
 from tilewise.engines.gpu.mods import extents_of, mask_of, mod_arguments
+from tilewise.engines.gpu.tile_classifier import classified
+from tilewise.tiles import FULL, PARTIAL, ChosenTiles, Geometry, mask_geometry, sharpened
 
 SIZE = 16  # of a base tile: every kernel's tiles consist of whole ones
 FORBIDS, ALLOWS = 1, 2  # bits of a state
@@ -33,14 +35,17 @@ MAX_ELEMENTS = 2**31  # of a mask, in whole tiles: the mask bits of a pass take 
 MAX_MAPS = 64
 MAX_BYTES = 2**30  # of what is kept for maps, all together
 MAX_RECIPES = 256
+MAX_LOOKED_AT = 2**33  # elements of a mask on top of chosen tiles; one with more is not asked which of them it forbids or allows altogether
 Value = TypeVar("Value")
 
 
 def is_made_on_device(p: Problem) -> bool:
     """Whether a problem's tile schedules are made here; on the meta device, whether they would be."""
-    if p.mask is None or not p.mask.captures or p.given_tiles is not None:
+    if p.device.type == "cpu" and not interpreted():
         return False
-    return mask_elements(p) <= MAX_ELEMENTS and (p.device.type != "cpu" or interpreted())
+    if p.given_tiles is not None:
+        return p.given_tiles.chosen is not None
+    return p.mask is not None and len(p.mask.captures) > 0 and mask_elements(p) <= MAX_ELEMENTS
 
 
 def mask_elements(p: Problem) -> int:
@@ -68,12 +73,27 @@ class Tables(NamedTuple):
     first_bits: AnyTensor  # [rows] each row's first block of mask bits
 
 
-class Recipe:
-    """The launches that make the maps of one structure (`mask_structure`), each prepared once: what differs between such maps is addresses."""
+class MapForm(NamedTuple):
+    """What a map is made of: base tiles of the mask's elements, or the tiles that were chosen."""
 
-    def __init__(self, p: Problem) -> None:
-        self.batch, self.heads = _copies(p)
-        self.q_len, self.kv_len, self.device = p.q_len, p.kv_len, p.device
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    size: tuple[int, int] = (SIZE, SIZE)  # of a base tile
+    forbids: int = FORBIDS  # bits of a state
+    allows: int = ALLOWS
+    most: int | None = None  # base tiles of a row of queries that allow something, at most
+    strides: tuple[int, int] | None = None  # of states, from one head and from one row to the next, where these lie apart
+    is_aligned: bool = True  # states begin at a multiple of 16 bytes
+    is_masked: bool = True  # a mask decides inside tiles
+
+
+class Recipe:
+    """The launches that make the maps of one structure (`mask_structure`) and form, each prepared once: what differs between such maps is addresses."""
+
+    def __init__(self, form: MapForm, device: torch.device) -> None:
+        self.form, self.device = form, device
         self._launches: dict[Hashable, PreparedLaunch] = {}
 
     def launch(self, name: Hashable, make: Callable[[], Launch]) -> KernelLaunch:
@@ -88,13 +108,13 @@ class Recipe:
 
 
 class DeviceMap:
-    """The base tiles of a mask, and what engines make from them.
+    """The base tiles of a map, which `write` writes, and what engines make from them.
 
     It may be used on several streams. Whoever uses it waits for what the last maker's stream had been given until then, and a maker is a user first: so its
     event stands for everything in here.
     """
 
-    def __init__(self, p: Problem, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, write: Callable[["DeviceMap"], Tensor]) -> None:
         self.recipe = recipe
         self.nbytes = 0
         self._derived: dict[Hashable, Any] = {}
@@ -103,8 +123,7 @@ class DeviceMap:
         self._stream = stream_of(recipe.device)
         self._made = torch.cuda.Event() if recipe.device.type == "cuda" else None
         self._is_recorded = False
-        self._states = self.empty((recipe.batch * recipe.heads, -(-recipe.q_len // SIZE), -(-recipe.kv_len // SIZE)), torch.int8)
-        recipe.launch("base_states", lambda: base_launch(p, self._states)).launch([self._states, *captures_of(p)])
+        self._states = write(self)
 
     def publish(self) -> None:
         """Whoever makes several things says so when they are made: to record an event takes as long as a launch. If another stream comes before, it is
@@ -124,10 +143,22 @@ class DeviceMap:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
         """Memory that is kept as long as this map."""
-        made = torch.empty(shape, dtype=dtype, device=self.recipe.device)
+        return self.keep(torch.empty(shape, dtype=dtype, device=self.recipe.device))
+
+    def keep(self, made: Tensor) -> Tensor:
         self._tensors.append(made)
         self.nbytes += made.nbytes
         return made
+
+    def borrow(self, chosen: ChosenTiles) -> None:
+        """Chosen tiles may come from another stream: their memory must not be reused before this one is done with them. A CUDA graph reads those that were
+        made outside of it in every replay, so that these stay."""
+        if self._made is None:
+            return
+        if not is_capturing(self._stream):
+            chosen.states.record_stream(torch.cuda.current_stream(self.recipe.device))
+        elif not chosen.in_graph:
+            keep_for_graphs(chosen.states)
 
     def remember(self, name: Hashable, make: Callable[[], Value]) -> Value:
         """What is made from this map, now or earlier, ready for the current stream."""
@@ -150,15 +181,18 @@ class DeviceMap:
         for t in self._tensors:
             t.record_stream(stream)
 
+    def states(self) -> Tensor:
+        return self.remember("states", lambda: self._states)
+
     def rows(self, tile: tuple[int, int], by_keys: bool) -> Tables:
         """A row per query tile over key tiles, or per key tile over query tiles."""
         return self.remember((tile, by_keys), lambda: self._make_rows(tile, by_keys))
 
     def _make_rows(self, tile: tuple[int, int], by_keys: bool) -> Tables:
         r = self.recipe
-        geometry, sizes = table_sizes(r.batch * r.heads, r.q_len, r.kv_len, tile, by_keys)
+        geometry, sizes = table_sizes(r.form, tile, by_keys)
         tables = Tables(*stretches(self.empty((sum(sizes),)), sizes))
-        runs = r.launch(("schedule_rows", tile, by_keys), lambda: rows_launch(sizes[0], tile, by_keys, geometry, self._states, tables))
+        runs = r.launch(("schedule_rows", tile, by_keys), lambda: rows_launch(sizes[0], r.form, tile, by_keys, geometry, self._states, tables))
         runs.launch([self._states, *tables])
         r.launch(("order_rows", tile, by_keys), lambda: order_launch(sizes[0], geometry, tables)).launch([*tables])
         return tables
@@ -185,29 +219,35 @@ class DeviceMapCache:
         self._captured = (0, self._kept)  # the latest capture, and its maps
 
     def get(self, p: Problem) -> DeviceMap:
+        """Of base tiles of 16 x 16. With the map, the mask bits of both passes are kept: half a byte for each element, with tiles of 64."""
+        form = MapForm(*_copies(p), p.q_len, p.kv_len)
+        return self.find(p, form, lambda made: _base_states(p, made), mask_elements(p) // 2)
+
+    def find(self, p: Problem, form: MapForm, write: Callable[[DeviceMap], Tensor], size: int) -> DeviceMap:
+        """A map of a problem's mask, written if need be; `size`: bytes that are kept with it."""
         assert p.mask is not None
-        recipe, captures = self._recipe(p), p.mask.captures
+        recipe, captures = self.recipe(p, form), p.mask.captures
         contents = contents_key(captures)
         if contents is None:
-            return self._make(p, recipe)
+            return self.make(recipe, write)
         cache = self._cache_of(capture_id(stream_of(p.device)))
         key = (recipe, *[id(t) for t in captures])
         found = cache.find(key, captures)
         if found is not None and found[0] == contents:
             return found[1]
-        made = self._make(p, recipe)
+        made = self.make(recipe, write)
         if cache is self._kept:
-            self._weigh(made, made.nbytes + mask_elements(p) // 2)  # and the mask bits of both passes, with tiles of 64
+            self._weigh(made, made.nbytes + size)
         cache.keep(key, captures, (contents, made))
         return made
 
-    def _recipe(self, p: Problem) -> Recipe:
-        structure = mask_structure(p)
+    def recipe(self, p: Problem, form: MapForm) -> Recipe:
+        structure = mask_structure(p), form
         found = self._recipes.get(structure)
         if found is None:
             if len(self._recipes) >= MAX_RECIPES:
                 self._recipes.clear()
-            found = self._recipes[structure] = Recipe(p)
+            found = self._recipes[structure] = Recipe(form, p.device)
         return found
 
     def _cache_of(self, capture: int) -> WeakCache[tuple[Any, DeviceMap]]:
@@ -221,9 +261,9 @@ class DeviceMapCache:
         """Let go of the maps of a capture, whose memory is the graph's."""
         self._captured = (0, self._kept)
 
-    def _make(self, p: Problem, recipe: Recipe) -> DeviceMap:
+    def make(self, recipe: Recipe, write: Callable[[DeviceMap], Tensor]) -> DeviceMap:
         self.made += 1
-        return DeviceMap(p, recipe)
+        return DeviceMap(recipe, write)
 
     def _weigh(self, made: DeviceMap, size: int) -> None:
         """Count a map as long as it lives. When all of them grow large, everything is forgotten, with the launches that hold their schedules."""
@@ -245,7 +285,16 @@ maps.on_clear.append(device_maps.clear)
 
 def device_map_of(p: Problem) -> DeviceMap | None:
     """The map of a problem, if it is made on the device."""
-    return device_maps.get(p) if is_made_on_device(p) else None
+    if not is_made_on_device(p):
+        return None
+    return device_maps.get(p) if p.given_tiles is None else given_map(p)
+
+
+def _base_states(p: Problem, made: DeviceMap) -> Tensor:
+    form = made.recipe.form
+    states = made.empty((form.batch * form.heads, -(-form.q_len // SIZE), -(-form.kv_len // SIZE)), torch.int8)
+    made.recipe.launch("base_states", lambda: base_launch(p, states)).launch([states, *captures_of(p)])
+    return states
 
 
 class FoundOnce:
@@ -266,6 +315,69 @@ class FoundOnce:
         for _, made in self._known:
             if made is not None:
                 made.publish()
+
+
+# -- tiles chosen from data ------------------------------------------------------------------------------------------
+
+
+def given_map(p: Problem) -> DeviceMap:
+    """The map of chosen tiles. It is kept with these, in the one place that they have for it, and known by all it is made of: the structure of the mask on
+    top, the form of the tiles, the contents of both, and the capture of a CUDA graph that is under way, whose replays must make it again."""
+    tiles = p.given_tiles
+    assert tiles is not None and tiles.chosen is not None
+    recipe = device_maps.recipe(p, form_of_given(p))
+    contents = contents_key(p.mask_sources)
+    key = (recipe, contents, capture_id(stream_of(p.device)))
+    found = tiles.derived.get("device map")
+    if contents is not None and found is not None and found[0] == key:
+        kept: DeviceMap = found[1]
+        return kept
+    made = device_maps.make(recipe, lambda made: _chosen_states(p, made))
+    tiles.derived["device map"] = key, made
+    return made
+
+
+def form_of_given(p: Problem) -> MapForm:
+    """Of chosen tiles, from shapes alone."""
+    assert p.given_tiles is not None and p.given_tiles.chosen is not None
+    g, chosen = p.given_tiles.geometry, p.given_tiles.chosen
+    forbids = 0 if p.mask is None else PARTIAL  # without a mask, partial tiles are full ones
+    form = MapForm(g.batch, g.heads, g.q_len, g.kv_len, g.tile, forbids, PARTIAL | FULL, chosen.most, is_masked=p.mask is not None)
+    if _looks(p) is not None:  # into a tensor of our own
+        return form
+    states = _by_head(chosen.states)
+    return form._replace(strides=(states.stride(0), states.stride(1)), is_aligned=states.data_ptr() % 16 == 0)
+
+
+def _by_head(states: Tensor) -> Tensor:
+    """[batch * heads, query tiles, key tiles]"""
+    return states.flatten(0, 1)
+
+
+def _looks(p: Problem) -> Geometry | None:
+    """The tiles of the mask on top that are looked at, because chosen ones may turn out to be forbidden or allowed altogether."""
+    tiles = p.given_tiles
+    if p.mask is None or tiles is None or tiles.chosen is None or not tiles.chosen.sharpens:
+        return None
+    own = mask_geometry(p.mask, tiles.geometry)
+    return own if own is not None and own.elements <= MAX_LOOKED_AT else None
+
+
+def _chosen_states(p: Problem, made: DeviceMap) -> Tensor:
+    """Those of the chosen tiles; where a mask decides, what it makes of them."""
+    assert p.given_tiles is not None and p.given_tiles.chosen is not None
+    chosen, own = p.given_tiles.chosen, _looks(p)
+    made.borrow(chosen)
+    if own is None:
+        return made.keep(_by_head(chosen.states))
+    bare, form = p.replaced(tiles=None), MapForm(own.batch, own.heads, own.q_len, own.kv_len, own.tile)
+    found = device_maps.find(bare, form, lambda looked: looked.keep(_looked_at(bare, own)), 0)
+    return made.keep(_by_head(sharpened(chosen.states, own, found.states())))
+
+
+def _looked_at(p: Problem, own: Geometry) -> Tensor:
+    """EMPTY, PARTIAL or FULL for every tile of a mask."""
+    return classified(p, own, torch.arange(own.total, device=p.device))
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -314,26 +426,42 @@ def base_launch(p: Problem, states: Tensor) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def table_sizes(heads: int, q_len: int, kv_len: int, tile: tuple[int, int], by_keys: bool) -> tuple[RowsGeometry, tuple[int, ...]]:
-    """Of the rows of so many heads; and how long each of the Tables is."""
-    geometry = rows_geometry(q_len, kv_len, tile, by_keys)
-    rows = heads * geometry.n_rows
+def table_sizes(form: MapForm, tile: tuple[int, int], by_keys: bool) -> tuple[RowsGeometry, tuple[int, ...]]:
+    """Of the rows of a map's heads; and how long each of the Tables is."""
+    geometry = rows_geometry(form, tile, by_keys)
+    rows = form.batch * form.heads * geometry.n_rows
     room = rows * (2 * geometry.n_half + 1)
     return geometry, (rows, rows, rows, 4 * rows, room, room, rows)
 
 
-def rows_geometry(q_len: int, kv_len: int, tile: tuple[int, int], by_keys: bool) -> RowsGeometry:
-    along, across = -(-q_len // SIZE), -(-kv_len // SIZE)
-    rows, columns, end, strides = -(-q_len // tile[0]), -(-kv_len // tile[1]), kv_len % tile[1], (across, 1)
+def bits_blocks(form: MapForm, tile: tuple[int, int], by_keys: bool) -> int:
+    """Blocks of mask bits of a pass; where no mask decides, one serves all tiles that the end of the sequence cuts."""
+    geometry, sizes = table_sizes(form, tile, by_keys)
+    return max(1, sizes[0] * geometry.n_bits)
+
+
+def rows_geometry(form: MapForm, tile: tuple[int, int], by_keys: bool) -> RowsGeometry:
+    along, across = -(-form.q_len // form.size[0]), -(-form.kv_len // form.size[1])
+    s_head, s_row = form.strides if form.strides is not None else (along * across, across)
+    rows, columns, end, strides, most = -(-form.q_len // tile[0]), -(-form.kv_len // tile[1]), form.kv_len % tile[1], (s_row, 1), form.most
+    split = max(1, form.size[0] // tile[0]), max(1, form.size[1] // tile[1])
     if by_keys:
-        along, across, rows, columns, end, strides = across, along, columns, rows, q_len % tile[0], (1, across)
-    return RowsGeometry(rows, columns, -(-columns // 2), int(end != 0), along, across, *strides)
+        along, across, rows, columns, end, strides = across, along, columns, rows, form.q_len % tile[0], (1, s_row)
+        split, most = split[::-1], None
+    half, bits = -(-columns // 2), columns if form.is_masked else 0
+    if most is not None:
+        bits = min(bits, most * split[1])
+    if form.size != (SIZE, SIZE):  # tiles within a base tile are alike: a run ends where a base tile does, or a chunk
+        half = min(half, min(-(-across // 2), across if most is None else most) + -(-columns // CHUNK))
+    return RowsGeometry(rows, columns, half, int(end != 0), along, across, s_head, *strides, *split, bits)
 
 
-def rows_launch(rows: int, tile: tuple[int, int], by_keys: bool, geometry: RowsGeometry, states: Tensor, tables: Tables) -> Launch:
-    along, across = (tile[1], tile[0]) if by_keys else tile
-    assert along % SIZE == 0 and across % SIZE == 0, f"tiles of kernels are made of base tiles of {SIZE}, got {tile}"
-    constants = RowsConstants(FORBIDS, ALLOWS, along // SIZE, across // SIZE, _padded(along // SIZE), _padded(across // SIZE), CHUNK)
+def rows_launch(rows: int, form: MapForm, tile: tuple[int, int], by_keys: bool, geometry: RowsGeometry, states: Tensor, tables: Tables) -> Launch:
+    fits = all([own % base == 0 or base % own == 0 for own, base in zip(tile, form.size, strict=True)])
+    assert fits, f"tiles of kernels are made of base tiles, or divide them; got {tile} and {form.size}"
+    base = [max(1, own // size) for own, size in zip(tile, form.size, strict=True)]  # tiles of a tile
+    along, across = base[::-1] if by_keys else base
+    constants = RowsConstants(form.forbids, form.allows, along, across, _padded(along), _padded(across), CHUNK)
     return Launch("schedule_rows", kernels, rows, {"p_states": states, "tables": tuple(tables)}, {"geometry": geometry}, {"C": constants}, 4, 1)
 
 
@@ -349,8 +477,9 @@ def base_ahead(p: Problem) -> Launch:
 def rows_ahead(p: Problem, tile: tuple[int, int], by_keys: bool) -> list[Launch]:
     """For building ahead: what makes a schedule of such tiles."""
     states, number = torch.empty((1, 1, 1), dtype=torch.int8, device=p.device), torch.empty(1, dtype=torch.int32, device=p.device)
-    geometry, tables = rows_geometry(p.q_len, p.kv_len, tile, by_keys), Tables(*[number] * len(Tables._fields))
-    return [rows_launch(1, tile, by_keys, geometry, states, tables), order_launch(1, geometry, tables)]
+    form = MapForm(*_copies(p), p.q_len, p.kv_len)
+    geometry, tables = rows_geometry(form, tile, by_keys), Tables(*[number] * len(Tables._fields))
+    return [rows_launch(1, form, tile, by_keys, geometry, states, tables), order_launch(1, geometry, tables)]
 
 
 def _padded(size: int) -> int:

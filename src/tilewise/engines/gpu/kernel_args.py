@@ -102,8 +102,12 @@ class RowsGeometry(NamedTuple):
     is_cut: int  # whether the end of the sequence cuts the last tile of a row
     n_along: int  # base tiles
     n_across: int
+    s_head: int  # strides of their states
     s_along: int
     s_across: int
+    split_along: int  # tiles of a base tile, where that is the larger
+    split_across: int
+    n_bits: int  # blocks of mask bits that a row has room for
 
 
 # -- arguments of kernels that both engines have ------------------------------------------------------------------------

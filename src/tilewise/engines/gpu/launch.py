@@ -160,7 +160,7 @@ class BoundLaunch:
         One that is captured in a graph stays: nobody tells when the graph goes."""
         if is_capturing(stream):
             if not getattr(_graph, "owns_schedules", False):
-                _captured.append(self._kept)
+                keep_for_graphs(self._kept)
             return
         for t in self._kept:
             t.record_stream(torch.cuda.current_stream(self.device))
@@ -169,6 +169,11 @@ class BoundLaunch:
 
 _captured: list[Any] = []  # tile schedules whose addresses are in CUDA graphs
 _graph = threading.local()
+
+
+def keep_for_graphs(tensors: Any) -> None:
+    """Something whose address a CUDA graph holds that is being captured: it stays, because nobody tells when the graph goes."""
+    _captured.append(tensors)
 
 
 @contextmanager

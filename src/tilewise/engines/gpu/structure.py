@@ -54,10 +54,10 @@ def structure_key(p: Problem) -> tuple[Any, ...]:
     """What prepared launches depend on: everything about a problem but addresses, and what its tensors contain.
 
     Kernels depend on dtypes, alignment, constants; packed numbers on shapes, strides, the programs' numbers, scale and dropout; schedules' sizes and strides on
-    shapes, on what the mask looks at, and on the geometry of given tiles. Of a part of a larger problem, kernels depend on the dtype of its results and on
-    whether there are places, packed numbers on how many batch elements and heads come before it. Of pages, kernels depend on their dtype and size and on
-    whether the mask must be asked, packed numbers on the form of the table and the number of sequences. The tensors of a backward are part of its name
-    (plan.backward_key).
+    shapes, on what the mask looks at, and on the geometry of given tiles; how work is grouped on how many of a row can be chosen. Of a part of a larger
+    problem, kernels depend on the dtype of its results and on whether there are places, packed numbers on how many batch elements and heads come before it.
+    Of pages, kernels depend on their dtype and size and on whether the mask must be asked, packed numbers on the form of the table and the number of
+    sequences. The tensors of a backward are part of its name (plan.backward_key).
     """
     tiles, places, pages = p.tiles, p.dropout_places, p.pages
     return (
@@ -67,7 +67,7 @@ def structure_key(p: Problem) -> tuple[Any, ...]:
         *[(t.shape, t.stride(), t.data_ptr() & 15) for t in (p.query, p.key, p.value)],
         _program_key(p.mask),
         _program_key(p.score),
-        None if tiles is None else (tiles.geometry, tiles.given),
+        None if tiles is None else (tiles.geometry, tiles.given, None if tiles.chosen is None else tiles.chosen.most),
         _vector_key(p.sinks),
         _vector_key(p.seed),
         *exact((p.scale, p.dropout_p)),

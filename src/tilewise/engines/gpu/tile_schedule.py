@@ -65,9 +65,9 @@ def key_schedule(p: Problem, tile: tuple[int, int], find: Find = device_map_of) 
 
 def schedule_from(made: DeviceMap, tables: Tables, tile: tuple[int, int], by_keys: bool) -> TileSchedule:
     """Of a map that is made on the device."""
-    recipe = made.recipe
-    count = -(-recipe.kv_len // tile[1]) if by_keys else -(-recipe.q_len // tile[0])
-    return TileSchedule(count, True, (tables.order, tables.offsets, tables.starts, tables.stops), _strides_in_rows(recipe.batch, recipe.heads, count))
+    form = made.recipe.form
+    count = -(-form.kv_len // tile[1]) if by_keys else -(-form.q_len // tile[0])
+    return TileSchedule(count, True, (tables.order, tables.offsets, tables.starts, tables.stops), _strides_in_rows(form.batch, form.heads, count))
 
 
 def _strides_in_rows(batch: int, heads: int, count: int) -> tuple[int, int]:

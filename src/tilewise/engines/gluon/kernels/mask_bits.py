@@ -36,8 +36,10 @@ def pack_mask_bits(p_bits, tables, captures, geometry, ints, floats, sizes, MASK
                 o_q, o_kv = o_across, o_along
             else:
                 o_q, o_kv = o_along, o_across
-            allowed = (n_q - 1 - o_q) | (n_kv - 1 - o_kv)  # negative: forbidden
-            if MASK is not None:
+            if MASK is None:  # only the end of the row cuts tiles: rows that share a block of bits write the same
+                allowed = tl.broadcast_to((n_q - 1 - o_q) if C.value.by_keys else (n_kv - 1 - o_kv), [ROWS_PER_PROGRAM, COLUMNS])  # negative: forbidden
+            else:
+                allowed = (n_q - 1 - o_q) | (n_kv - 1 - o_kv)
                 i_q, i_kv = tl.minimum(o_q, n_q - 1), tl.minimum(o_kv, n_kv - 1)
                 allowed |= MASK(i_b, i_h, i_q, i_kv, captures, ints, floats, sizes) & tl.where(run >= first_partial, -1, 0)
             b_bits = tl.where(allowed >= 0, (1 << o_bit)[None, :], 0)  # [ROWS_PER_PROGRAM, COLUMNS]

@@ -1,10 +1,11 @@
 """The kernels that make tile schedules on the device: nothing is copied to the host, and every size is known from shapes.
 
 `base_states` evaluates a mask once, in base tiles of 16 x 16. Every kernel's tiles consist of whole base tiles, so that these serve all of them, and both
-axes: `schedule_rows` puts them together and writes the runs of each row, `order_rows` the order in which programs take the rows.
+axes: `schedule_rows` puts them together and writes the runs of each row, `order_rows` the order in which programs take the rows. Where tiles were chosen
+from data, those are the base tiles, which kernels' tiles divide.
 
 A state is made of two bits, FORBIDS and ALLOWS: whether the mask forbids, and whether it allows, any element of a tile. A tile's is the union of its base
-tiles'.
+tiles'. Chosen tiles have the states of a map instead, which two masks of bits read in the same way: PARTIAL forbids, PARTIAL and FULL allow.
 """
 
 import triton
@@ -44,16 +45,17 @@ def schedule_rows(p_states, tables, geometry, C: tl.constexpr):
     i_bh, i_row = row // geometry.n_rows, row % geometry.n_rows
     o_base = tl.arange(0, C.value.padded_along * PADDED)  # of a tile
     o_along, o_across = o_base // PADDED, o_base % PADDED
-    i_along = i_row * ALONG + o_along
+    i_along = i_row // geometry.split_along * ALONG + o_along
     in_tile = (o_along < ALONG) & (o_across < ACROSS) & (i_along < n_along)
-    p_row = p_states + i_bh.to(tl.int64) * n_along * n_across + i_along * geometry.s_along  # [base tiles of a tile]
+    p_row = p_states + i_bh.to(tl.int64) * geometry.s_head + i_along * geometry.s_along  # [base tiles of a tile]
     o_tile = tl.arange(0, CHUNK)
     middle = row * (2 * geometry.n_half + 1) + geometry.n_half  # of the row's room
     n_full, n_partial, n_tiles, n_masked, has_cut = 0, 0, 0, 0, 0
     for first in range(0, n_columns, CHUNK):
         i_tile = first + o_tile
-        i_across = i_tile[:, None] * ACROSS + o_across[None, :]
-        b_states = tl.load(p_row[None, :] + i_across * geometry.s_across, mask=in_tile[None, :] & (i_across < n_across), other=0).to(tl.int32)
+        i_across = (i_tile // geometry.split_across)[:, None] * ACROSS + o_across[None, :]
+        inside = in_tile[None, :] & (i_across < n_across) & (i_tile < n_columns)[:, None]
+        b_states = tl.load(p_row[None, :] + i_across * geometry.s_across, mask=inside, other=0).to(tl.int32)
         b_counts = tl.sum(tl.where((b_states & C.value.forbids) != 0, 1, 0) + tl.where((b_states & C.value.allows) != 0, 0x10000, 0), 1)
         forbids, allows = (b_counts & 0xFFFF) != 0, b_counts >= 0x10000
         is_cut = allows & (i_tile == n_columns - 1) & (geometry.is_cut != 0)
@@ -72,7 +74,7 @@ def schedule_rows(p_states, tables, geometry, C: tl.constexpr):
     tl.store(tables[3] + 4 * row + 1, middle)
     tl.store(tables[3] + 4 * row + 2, middle + geometry.is_cut)
     tl.store(tables[3] + 4 * row + 3, middle + geometry.is_cut + n_partial)
-    tl.store(tables[6] + row, row * n_columns)  # room for the mask bits of every tile
+    tl.store(tables[6] + row, row * geometry.n_bits)
 
 
 @triton.jit
