@@ -7,11 +7,13 @@ sequence, come after all cubes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilewise.engines.base import is_plain
 from tilewise.errors import InputError
 
 
@@ -94,6 +96,18 @@ def cubes(grid: Sequence[int], cube: Sequence[int] = (4, 4, 4), *, before: int =
     place = torch.empty(before + points + after, dtype=torch.int64)
     place[order[order >= 0]] = torch.arange(len(order))[order >= 0]
     return Cubes(sizes, edges, order.to(device), place.to(device))
+
+
+def cubes_for(tensor: Tensor, grid: Sequence[int], cube: Sequence[int], after: int = 0) -> Cubes:
+    """The order of a call's tokens, kept for the next call: making it waits for a GPU. Nothing is kept of calls that torch traces."""
+    make = _kept if is_plain((tensor,)) else _kept.__wrapped__
+    return make(tuple(grid), tuple(cube), after, tensor.device)
+
+
+@lru_cache(maxsize=8)
+def _kept(grid: tuple[int, ...], cube: tuple[int, ...], after: int, device: torch.device) -> Cubes:
+    with torch.inference_mode(False):  # else a model that sampled in inference mode could not be trained after
+        return cubes(grid, cube, after=after, device=device)
 
 
 def _in_cubes(sizes: tuple[int, ...], edges: tuple[int, ...]) -> Tensor:

@@ -445,7 +445,7 @@ def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int
 
 
 @named
-def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int = 128, text: int = 0) -> Mask:
+def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int = 128, text: int = 0, device: torch.device | str | None = None) -> Mask:
     """Radial attention: a token of a video sees the tokens around its own place in every frame, half as many for every doubling of the distance in frames.
 
     Its own frame and the first one it sees whole. Tokens come frame after frame, then `text` tokens, which see everything and are seen by everyone.
@@ -453,13 +453,14 @@ def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int
     decay   the reach within the next frame, as a share of the tokens of a frame
     least   the reach never falls below this; where it would, every so many frames are left out instead. With 1 it is the formula of the paper, with the size
             of a tile hardly any tile is computed for a few pairs
+    device  where a small table of reaches lies: made where the tokens are, it is not copied there in every call
     """
     if frames < 1 or tokens_per_frame < 1 or decay <= 0 or least < 1 or text < 0:
         raise InputError(
             "radial takes at least 1 frame, 1 token per frame, a decay above 0, a least reach of at least 1 and text of at least 0, "
             f"got {frames}, {tokens_per_frame}, {decay}, {least}, {text}"
         )
-    reach = torch.tensor([tokens_per_frame, *(radial_reach(distance, tokens_per_frame * decay, least) for distance in range(1, frames))])
+    reach = torch.tensor([tokens_per_frame, *(radial_reach(distance, tokens_per_frame * decay, least) for distance in range(1, frames))], device=device)
     video = frames * tokens_per_frame
 
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:

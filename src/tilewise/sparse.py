@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.attention import attention
-from tilewise.cubes import Cubes, cubes
+from tilewise.cubes import Cubes, cubes_for
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
 from tilewise.masks import Mask, broadcast_load
@@ -194,7 +194,7 @@ def vsa(
     """
     if not 0 < keep <= 1:
         raise InputError(f"vsa takes a share to keep above 0 and up to 1, got {keep}")
-    order = cubes(grid, cube, device=query.device)
+    order = cubes_for(query, grid, cube)
     points = len(order.place)
     if not query.shape[2] == key.shape[2] == points:
         raise InputError(f"vsa: the grid {order.grid} has {points} points, the call {query.shape[2]} queries and {key.shape[2]} keys")

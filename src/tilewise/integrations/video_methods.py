@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise import masks, sparse
 from tilewise.attention import attention
-from tilewise.cubes import Cubes, cubes
+from tilewise.cubes import cubes_for
 from tilewise.frontend import mask_tensors
 from tilewise.masks import Mask, radial_reach
 
@@ -111,16 +111,9 @@ def fitted(cube: tuple[int, ...], grid: Grid) -> tuple[int, ...]:
 
 def _by_cubes(method: Method, video: Video, choose: Callable[[Tensor], Any]) -> Tensor:
     q, k, v, padding = video.query, video.key, video.value, video.padding
-    made = _cubes.__wrapped__ if torch.compiler.is_compiling() else _cubes
-    order = made(video.call.grid, fitted(method.cube, video.call.grid), video.text, q.device)
+    order = cubes_for(q, video.call.grid, fitted(method.cube, video.call.grid), video.text)
     visible = None if padding is None else video.call.once("visible", padding, lambda: padding.flatten(1))
     return sparse.cube_attention(q, k, v, order, choose, visible=visible, scale=video.scale)
-
-
-@lru_cache(maxsize=8)
-def _cubes(grid: Grid, cube: tuple[int, ...], text: int, device: torch.device) -> Cubes:
-    with torch.inference_mode(False):  # else a model that sampled in inference mode could not be trained after
-        return cubes(grid, cube, after=text, device=device)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -129,7 +122,7 @@ def _cubes(grid: Grid, cube: tuple[int, ...], text: int, device: torch.device) -
 def _radial(method: Method, video: Video) -> Tensor:
     frames, height, width = video.call.grid
     made = _radial_mask.__wrapped__ if torch.compiler.is_compiling() else _radial_mask
-    return _by_rule(made(method.keep, frames, height * width, video.text), "radial", video)
+    return _by_rule(made(method.keep, frames, height * width, video.text, video.query.device), "radial", video)
 
 
 def _spatial_temporal(method: Method, video: Video) -> Tensor:
@@ -157,10 +150,10 @@ def _with_padding(mask: Mask, padding: Tensor, sizes: tuple[int, int, int, int])
 
 
 @lru_cache(maxsize=64)
-def _radial_mask(keep: float, frames: int, tokens_per_frame: int, text: int) -> Mask:
+def _radial_mask(keep: float, frames: int, tokens_per_frame: int, text: int, device: torch.device) -> Mask:
     decay = radial_decay(keep, frames, tokens_per_frame)
     with torch.inference_mode(False):
-        return masks.radial(frames, tokens_per_frame, decay=decay, least=LEAST_REACH, text=text)
+        return masks.radial(frames, tokens_per_frame, decay=decay, least=LEAST_REACH, text=text, device=device)
 
 
 def radial_decay(keep: float, frames: int, tokens_per_frame: int) -> float:
