@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.attention import attention
-from tilewise.cubes import Cubes, cubes_for
+from tilewise.cubes import Cubes, cubes, cubes_for
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
 from tilewise.masks import Mask, broadcast_load
