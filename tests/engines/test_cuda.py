@@ -36,18 +36,16 @@ def problem(
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"shape": (1, 2, 512, 256)}, "64 or 128, got 256 and 256"),
-        ({"shape": (1, 2, 512, 96)}, "64 or 128, got 96 and 96"),
-        ({"v_dim": 128}, "got 64 and 128"),
         ({"score": scores.softcap(30.0)}, "no score functions"),
-        ({"score": scores.sinks(torch.zeros(4))}, "no sinks"),
         ({"scale": 1e-4}, "at least 0.001, got 0.0001"),
         ({"scale": -1.0}, "at least 0.001, got -1.0"),
         ({"dropout_p": 0.25, "seed": 1}, "no dropout, got 0.25"),
         ({"shape": (1, 2, 128 * 128, 64), "mask": masks.neighborhood((128, 128), 13)}, "a grid of (128, 128) is read in patches"),
         ({}, None),
-        ({"mask": masks.causal}, None),
         ({"max_scores": True}, "max_scores"),
+        ({"shape": (1, 2, 512, 256)}, None),
+        ({"shape": (1, 2, 512, 72), "v_dim": 24}, None),
+        ({"mask": masks.causal, "score": scores.sinks(torch.zeros(4))}, None),
         ({"shape": (1, 2, 64 * 64, 128), "mask": masks.neighborhood((64, 64), 63)}, None),
     ],
 )
@@ -106,14 +104,20 @@ def test_the_library_is_looked_for_beside_torch(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_tiles_fit_shared_memory_and_are_the_gluon_engines_where_there_is_a_map(dim: int, mapped: bool) -> None:
-    p = problem((1, 2, 512, dim))
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (8, 8), (96, 96), (72, 200), (200, 72), (192, 128), (8, 256), (256, 8)])
+def test_tiles_fit_and_are_the_gluon_engines_where_there_is_a_map(dims: tuple[int, int], mapped: bool) -> None:
+    p = problem((1, 2, 512, dims[0]), dims[1])
     for config in forward_forms(p, mapped):
         assert config.shared <= shared_memory(90)
         assert not mapped or config.tile == gluon.forward_config(p).tile
         assert config.block_m <= 256 and config.block_n % 16 == 0 and config.block_n <= 256  # boxes of TMA, shapes of wgmma
+        assert dims[0] <= config.d < dims[0] + 16 and config.d % 16 == 0 and config.dv == dims[1]
         assert not mapped or config.block_n <= 128  # a word of mask bits for each row and thread
+
+
+@pytest.mark.parametrize(("dim", "keys"), [(96, 192), (128, 176), (192, 112), (256, 80)])
+def test_without_a_map_a_step_takes_as_many_keys_as_fit(dim: int, keys: int) -> None:
+    assert {config.block_n for config in forward_forms(problem((1, 2, 512, dim)), mapped=False)} == {keys}
 
 
 @pytest.mark.parametrize(("length", "cluster"), [(1, 1), (128, 1), (129, 2), (256, 2), (300, 1), (900, 2), (1024, 2), (1100, 2)])
@@ -139,7 +143,7 @@ class TestLaunches:
         from tilewise.engines.gpu.kernel_cache import store_key
 
         usual = store_key(self.request())
-        for other in ({"shape": (2, 4, 512, 128)}, {"dtype": torch.float16}, {"mask": masks.causal}):
+        for other in ({"shape": (2, 4, 512, 128)}, {"dtype": torch.float16}, {"mask": masks.causal}, {"score": scores.sinks(torch.zeros(4))}):
             assert store_key(self.request(**other)) != usual
         for same in ({"shape": (3, 6, 100, 64)}, {"scale": 0.5}, {"kv_heads": 1}):  # numbers are arguments
             assert store_key(self.request(**same)) == usual
@@ -157,8 +161,9 @@ class TestLaunches:
         struct, types = arguments(self.request(mask=masks.causal))
         assert types[0] == types[9] == types[18] == TENSOR_MAP and types.count(TENSOR_MAP) == 3
         assert types[27:31] == ["*bf16", "*fp32", "*fp32", "*i32"] and types[31:39] == ["*i32"] * 8  # out, lse, maxima, counter; the schedule
-        assert "TensorMap q;\n    int q_sizes[4];\n    long long q_strides[4];" in struct and "void* out;" in struct and "int* first_bits;" in struct
-        assert "first_bits" not in arguments(self.request())[0]
+        assert "TensorMap q;\n    int q_sizes[4];\n    long long q_strides[4];" in struct and "bfloat* out;" in struct and "int* first_bits;" in struct
+        assert "first_bits" not in arguments(self.request())[0] and "sinks" not in struct
+        assert "float* sinks;" in arguments(self.request(score=scores.sinks(torch.zeros(4))))[0]
 
     def test_keys_are_shared_by_whole_pairs(self) -> None:
         from tilewise.engines.cuda import aot

@@ -201,7 +201,7 @@ def test_hopper_is_the_first_choice_and_says_what_it_refuses() -> None:
 
 
 @hopper
-@pytest.mark.parametrize(("engine", "dim"), [("gluon", 64), ("gluon", 128), ("gluon", 256), ("cuda", 64), ("cuda", 128)])
+@pytest.mark.parametrize(("engine", "dim"), [("gluon", 64), ("gluon", 128), ("gluon", 256), ("cuda", 64), ("cuda", 128), ("cuda", 256)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_hopper_hears_nothing_of_masked_keys(engine: str, dim: int, value: float) -> None:
     """Row 2: a poisoned key changes nothing for queries that do not attend to it, nor for keys that only those attend to, though

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.machine_code import loops_of_products, machine_code
-from tilewise import masks
+from tilewise import masks, scores
 from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines.cuda import nvrtc
 from tilewise.engines.gluon import NO_GLUON
@@ -19,24 +19,32 @@ MISSING = NO_GLUON or nvrtc.refusal()
 pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.usefixtures("empty_store")]
 
 
-def problem(dim: int, mask: object = None, dtype: torch.dtype = torch.bfloat16) -> Problem:
-    query, key = (torch.empty(1, heads, 512, dim, dtype=dtype, device="meta") for heads in (4, 2))
-    return make_problem(query, key, key, mask, None, Options(enable_gqa=True))[0]
+def problem(dim: int, mask: object = None, dtype: torch.dtype = torch.bfloat16, score: object = None, v_dim: int | None = None) -> Problem:
+    query, key, value = (torch.empty(1, heads, 512, n, dtype=dtype, device="meta") for heads, n in ((4, dim), (2, dim), (2, v_dim or dim)))
+    return make_problem(query, key, value, mask, score, Options(enable_gqa=True))[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "masked"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_the_loop_hides_softmax_under_the_products(dim: int, mask: object, dtype: torch.dtype) -> None:
+VARIANTS = {
+    **{f"{kind} {dim} {dtype}": (dim, dim, mask, dtype, None)
+       for dim in (64, 128) for kind, mask in (("full", None), ("masked", masks.causal)) for dtype in (torch.bfloat16, torch.float16)},
+    **{f"{kind} {dim} {v_dim}": (dim, v_dim, mask, torch.bfloat16, None)
+       for dim, v_dim in ((256, 256), (96, 96), (192, 192), (192, 128), (72, 200), (8, 24)) for kind, mask in (("full", None), ("masked", masks.causal))},
+    **{f"sinks {dim}": (dim, dim, masks.causal, torch.bfloat16, scores.sinks(torch.zeros(4))) for dim in (64, 256)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_loop_hides_softmax_under_the_products(name: str) -> None:
     """No product is serialised (C75xx are ptxas' warnings of that); nothing spills but in the producer, and little there; the exponentials stand between the
     products and the wait for P V."""
     from tilewise.engines.cuda import aot
     from tilewise.engines.gpu.kernel_cache import load_or_build
     from tilewise.engines.gpu.launch import request_of
 
-    launches = [make()[0] for make in aot.forward_launches(problem(dim, mask, dtype))]
+    dim, v_dim, mask, dtype, score = VARIANTS[name]
+    launches = [make()[0] for make in aot.forward_launches(problem(dim, mask, dtype, score, v_dim))]
     forwards = [launch for launch in launches if launch.kernel == "cuda_fwd"]
-    assert len(forwards) == (2 if dim == 128 and mask is None else 1)  # programs in pairs, and alone
+    assert len(forwards) == (2 if max(dim, v_dim) > 64 and mask is None else 1)  # programs in pairs, and alone
     for launch in forwards:
         files = load_or_build(request_of(launch, 90), launch.table)
         log, config = files["log"].decode(), launch.constants["C"]

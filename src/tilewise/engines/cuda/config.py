@@ -1,4 +1,4 @@
-"""Tile sizes and stages of the CUDA forward, by head dim. Chosen by measurements on an H200 (docs/kernels/hopper.md)."""
+"""Tile sizes and stages of the CUDA forward, by head dim. Those of 64 and 128 were chosen by measurements on an H200 (docs/kernels/hopper.md)."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,20 @@ import torch
 
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon import config as gluon
+from tilewise.engines.gpu.limits import shared_memory
 
 ROWS = 64  # query rows of a warpgroup
+CHUNK = 64  # columns that lie side by side in shared memory, in 128 bytes
 CLUSTER_TILES = 8  # query tiles of a head from which on programs share keys in pairs, though one tile may be missing from the last pair
+REGISTERS = 196  # that scores, weights and outputs may take of a thread's 240
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
     """The constants of kernels/forward.cu."""
 
-    d: int  # head dim of Q and K in shared memory, padded with zeros
-    dv: int  # head dim of V
+    d: int  # head dim of Q and K, a multiple of 16: TMA fills up with zeros
+    dv: int  # head dim of V, a multiple of 8
     block_n: int  # keys of a step
     warpgroups: int  # consumer warpgroups: a query tile has 64 rows for each
     k_stages: int
@@ -24,6 +27,7 @@ class ForwardConfig:
     cluster: int  # programs that share keys and values by multicast
     mapped: bool  # a tile schedule says which key tiles are visited, and its mask bits what is allowed in them
     fp16: bool
+    sinks: bool
 
     @property
     def block_m(self) -> int:
@@ -36,12 +40,26 @@ class ForwardConfig:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: tiles, 1024 to align them, 256 for barriers and messages."""
-        q, kv = self.block_m * self.d, self.block_n * (self.k_stages * self.d + self.v_stages * self.dv)
+        q, kv = self.block_m * padded(self.d), self.block_n * (self.k_stages * padded(self.d) + self.v_stages * padded(self.dv))
         return 1024 + 2 * (q + kv) + 256
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, for scores, for the weights of the step before, in 16 bits, and for outputs."""
+        return self.block_n // 2 + self.block_n // 4 + self.dv // 2
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= shared_memory(90) and (self.registers <= REGISTERS or self.warpgroups == 3)
 
     @property
     def warps(self) -> int:
         return 4 + 4 * self.warpgroups
+
+
+def padded(dim: int) -> int:
+    """A head dim in shared memory."""
+    return -(-dim // CHUNK) * CHUNK
 
 
 def forward_config(p: Problem, mapped: bool) -> ForwardConfig:
@@ -53,8 +71,14 @@ def forward_config(p: Problem, mapped: bool) -> ForwardConfig:
 
 def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
     """What lengths may ask for: programs in pairs, if that pays, and alone. Where there is a map, its tiles are the Gluon engine's: the two share tile
-    schedules, mask bits and the fix-up."""
-    theirs, fp16 = gluon.forward_config(p), p.dtype == torch.float16
-    if mapped or theirs.d == 64:
-        return [ForwardConfig(theirs.d, theirs.dv, theirs.block_n, theirs.warpgroups, k_stages=3, v_stages=3, cluster=1, mapped=mapped, fp16=fp16)]
-    return [ForwardConfig(theirs.d, theirs.dv, 176, 2, k_stages=2, v_stages=2, cluster=cluster, mapped=mapped, fp16=fp16) for cluster in (2, 1)]
+    schedules, mask bits and the fix-up. Without one, a step takes as many keys as fit."""
+    theirs, dims = gluon.forward_config(p), (-(-p.head_dim // 16) * 16, p.v_dim)
+
+    def form(block_n: int, k_stages: int, v_stages: int, cluster: int) -> ForwardConfig:
+        rest = (mapped, p.dtype == torch.float16, p.sinks is not None)
+        return ForwardConfig(*dims, block_n, theirs.warpgroups, k_stages, v_stages, cluster, *rest)
+
+    if mapped or theirs.warpgroups == 3:
+        return [next(c for c in (form(theirs.block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits)]
+    block_n = next(n for n in range(256, 0, -16) if form(n, 2, 2, 1).fits)
+    return [form(block_n, 2, 2, cluster) for cluster in (2, 1)]

@@ -66,6 +66,7 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
             "lse": output.lse,
             "max_score": output.max_score,
             "counter": counter,
+            "sinks": p.sinks,
         },
         {
             "tiles": Tiles(*schedule.tensors),

@@ -4,21 +4,15 @@ from tilewise.core.problem import Problem
 from tilewise.engines.gluon.patches import grid_width
 from tilewise.engines.gpu.mods import SMALLEST_SCALE
 
-HEAD_DIMS = (64, 128)
-
 
 def refuse_problem(p: Problem) -> str | None:
     """Why the kernel cannot serve a problem of the Gluon engine's, whatever the device."""
-    if p.head_dim not in HEAD_DIMS or p.v_dim != p.head_dim:
-        return f"it needs one head dim for all, of {' or '.join(map(str, HEAD_DIMS))}, got {p.head_dim} and {p.v_dim}"
     if p.score is not None:
         return "it has no score functions, got one"
     if p.scale < SMALLEST_SCALE:
         return f"it needs a scale of at least {SMALLEST_SCALE}, got {p.scale}"
     if p.max_scores:
         return "it finds no row maxima, got a call that asks for them (max_scores)"
-    if p.sinks is not None:
-        return "it has no sinks, got some"
     if p.dropout_p > 0:
         return f"it has no dropout, got {p.dropout_p}"
     if p.grid is not None and grid_width(p) is not None:

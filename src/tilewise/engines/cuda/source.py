@@ -14,7 +14,7 @@ from tilewise.engines.gpu.kernel_request import KernelRequest, OwnCompiler, TmaB
 FOLDER = Path(__file__).parent / "kernels"
 SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 ALIGNMENT = 64  # of the struct of arguments, because of its tensor maps
-C_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "*fp32": "float*", "*i32": "int*"}  # other pointers are to numbers of 16 bits
+C_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "fp64": "double", "bf16": "bfloat", "fp16": "half"}  # and pointers to them
 
 
 class CudaKernel(OwnCompiler):
@@ -75,7 +75,7 @@ def _describe(name: str, kind: Any, fields: list[str], types: list[str]) -> None
         types += kind
     elif kind != "none":
         plain = kind.removesuffix("!")
-        fields.append(f"{C_TYPES.get(plain, 'void*')} {name}")
+        fields.append(f"{C_TYPES[plain.removeprefix('*')]}{'*' * plain.startswith('*')} {name}")
         types.append(plain)
         assert plain in PACK or plain.startswith("*"), f"{name} is of type {kind}"
 

@@ -1,8 +1,9 @@
 // Attention forward for Hopper (sm_90a): one producer warpgroup, of which one thread drives TMA, and WGS consumer warpgroups of 64 query rows each.
 //
 //   S = Q K^T, P = 2^(S c - shift), 0 where the mask forbids, O = P V / rowsum(P), lse = ln 2 (shift + log2 rowsum(P)); c = scale * log2 e.
+//   A sink is one more weight in the sum, 2^(sink log2 e - shift).
 //
-// The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, FP16, the struct Args, and two functions,
+// The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, FP16, SINKS, the struct Args, and two functions,
 //   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)        64 x BN x 16, both operands in shared memory as they lie
 //   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)  64 x DV x 16, P in registers, V as it lies
 //
@@ -114,7 +115,7 @@ template <int CHUNKS> DEV void load_keys(u32 to, const TensorMap& map, u32 bar, 
     for (int c = 0; c < CHUNKS; c += CLUSTER) {
 #if CLUSTER == 2
         u32 mine = c + cluster_rank();
-        tma_load_both(to + mine * (BN * 128), map, bar, 64 * mine, key, x.kv_head, x.batch);
+        if (CHUNKS % 2 == 0 || mine < CHUNKS) tma_load_both(to + mine * (BN * 128), map, bar, 64 * mine, key, x.kv_head, x.batch);
 #else
         tma_load(to + c * (BN * 128), map, bar, 64 * c, key, x.kv_head, x.batch);
 #endif
@@ -375,17 +376,31 @@ struct Rows {
         w[0] = high ? x : w[0], w[2] = high ? w[2] : x, w[1] = high ? y : w[1], w[3] = high ? w[3] : y;
     }
 
+    DEV float sink_of(const Args& a, int bh) const {            // in base 2
+#if SINKS
+        return widen(a.sinks[bh % a.n_heads]) * LOG2E;
+#else
+        return -INF;
+#endif
+    }
+
     // O / sum and lse. A row that attends nothing gets 0 and -inf; one that is not finite gets an lse of NaN.
-    DEV void store(const Args& a, int bh, int tile) const {
+    DEV void store(const Args& a, int bh, int tile, float sink) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float zero = 0.0f;                                  // or NaN
 #pragma unroll
             for (int i = 0; i < NO / 2; i++) zero = fmaf(o[i / 2 * 4 + 2 * h + i % 2], 0.0f, zero);
             float total = quad_sum(sum[h] + zero);
+            float nothing = total == 0.0f && shift[h] == UNSET ? -INF : NOT_A_NUMBER, decay = 1.0f;
+            if (SINKS) {
+                float now = fmaxf(shift[h], sink);
+                decay = exp2_of(shift[h] - now);
+                shift[h] = now;
+                total = total * decay + exp2_of(sink - now);
+            }
             bool sound = total > 0.0f && total < INF;
-            float inverse = sound ? 1.0f / total : 0.0f;
-            float nothing = total == 0.0f && shift[h] == UNSET ? -INF : NOT_A_NUMBER;
+            float factor = sound ? decay / total : 0.0f;
             int at = tile * BM + row + 8 * h;
             if ((threadIdx.x & 3) == 0 && at < a.n_q) {
                 a.lse[(size_t)bh * a.n_q + at] = sound ? (shift[h] + log2_of(total)) * LN2 : nothing;
@@ -393,10 +408,13 @@ struct Rows {
             }
             char* line = (char*)a.out + 2 * (bh / a.n_heads * a.s_out[0] + bh % a.n_heads * a.s_out[1] + at * a.s_out[2]);
 #pragma unroll
-            for (int i = 0; i < DV / 32; i++) {
+            for (int i = 0; i < (DV + 31) / 32; i++) {
                 u32 w[4];
 #pragma unroll
-                for (int j = 0; j < 4; j++) w[j] = pack(o[16 * i + 4 * j + 2 * h] * inverse, o[16 * i + 4 * j + 2 * h + 1] * inverse);
+                for (int j = 0; j < 4; j++) {
+                    int n = 16 * i + 4 * j + 2 * h;             // of columns 32 i + 8 j + 2 c + e
+                    w[j] = n < NO ? pack(o[n] * factor, o[n + 1] * factor) : 0;
+                }
                 trade(w);
                 int column = 32 * i + 8 * (threadIdx.x & 3);
                 if (at < a.n_q && column < a.v_sizes[3]) store_16(line + 2 * column, w);
@@ -423,7 +441,7 @@ struct Rows {
                 sum[0] = sum[1] = 0.0f;
 #pragma unroll
                 for (int i = 0; i < NO; i++) o[i] = 0.0f;
-                store(a, bh, tile);
+                store(a, bh, tile, sink_of(a, bh));
                 continue;
             }
             load_bits(words, a, block, masked > 0);
@@ -434,8 +452,9 @@ struct Rows {
 #endif
             it++;
             for (int i = 1; i < steps; i++, it++) step(it, i < masked, i + 1 == steps, words, a, block + i + 1, i + 1 < masked);
+            float sink = sink_of(a, bh);
             last_product(it - 1);
-            store(a, bh, tile);
+            store(a, bh, tile, sink);
         }
         if (wg == 0) begin_turn();                              // meet the last turn
     }

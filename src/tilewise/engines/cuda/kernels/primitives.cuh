@@ -9,7 +9,10 @@ typedef unsigned long long u64;
 #define INF __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fffffff)
 #define LN2 0.6931471805599453f
+#define LOG2E 1.4426950408889634f
 
+struct bfloat { unsigned short bits; };
+struct half { unsigned short bits; };
 struct alignas(64) TensorMap { u64 opaque[16]; };                // CUtensorMap of a tensor [batch, heads, tokens, head dim]
 
 // ---- barriers ----------------------------------------------------------------------------------------------------------
@@ -95,6 +98,14 @@ DEV u32 pack(float low, float high) {                            // two numbers 
 #endif
     return y;
 }
+DEV float widen(bfloat x) { return __uint_as_float((u32)x.bits << 16); }
+DEV float widen(half x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+DEV float widen(float x) { return x; }
+DEV float widen(double x) { return (float)x; }
 DEV int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }   // the same in all threads of a warp, and known to be
 DEV float quad_max(float x) {                                    // over the four threads that share a row
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
