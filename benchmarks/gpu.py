@@ -560,7 +560,7 @@ def hopper_schedules(p: Problem) -> None:
     hopper_schedule(p, key_axis(backward_config(p)))
 
 
-SCHEDULES = {"triton": triton_schedules, "gluon": hopper_schedules}
+SCHEDULES = {"triton": triton_schedules, "gluon": hopper_schedules, "cuda": hopper_schedules}
 
 
 def scheduled(p: Problem, engine: str) -> tuple[float, float, int]:

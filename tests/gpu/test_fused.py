@@ -188,7 +188,7 @@ def test_hopper_is_the_first_choice_and_says_what_it_refuses() -> None:
     inputs = tensors(1, 16, 2048, 64)
     for backend in ("flex", "flash"):
         assert tw.explain(*inputs, mask=masks.causal, backend=backend).engine == "cuda"
-        assert tw.explain(*tensors(1, 16, 2048, 256), mask=masks.causal, backend=backend).engine == "gluon"
+        assert tw.explain(*tensors(1, 16, 2048, 256), mask=masks.causal, score=scores.softcap(30.0), backend="flex").engine == "gluon"
         assert tw.explain(*tensors(1, 2, 300, 64), mask=masks.causal, backend=backend).engine == "triton"  # starts sooner
     for refused, reason in (
         (tensors(1, 2, 300, 64, dtype=torch.float32), "either bfloat16 or float16"),
@@ -258,12 +258,14 @@ def test_hopper_gradients_are_those_of_float64(what: str, lengths: tuple[int, in
 @pytest.mark.parametrize("scale", [1.0, 133120.0])
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
 def test_hopper_survives_huge_logits(mask: Any, scale: float, engine: str) -> None:
-    """Row 5."""
-    query, key, value = tensors(1, 2, 150, 64)
-    big = [(t.detach() * 50).requires_grad_() for t in (query, key)]
-    out, *found = both_passes(engine, *big, value, scale=scale, mask=mask)
-    assert all(t.isfinite().all() for t in (out, *found))
-    assert out.abs().max() <= value.abs().max() + 1e-5
+    """Row 5. Weights whose exponent is all rounding may be anything, so several draws: sums of them may be finite until they are scaled."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        query, key, value = tensors(1, 2, 150, 64)
+        big = [(t.detach() * 50).requires_grad_() for t in (query, key)]
+        out, *found = both_passes(engine, *big, value, scale=scale, mask=mask)
+        assert all(t.isfinite().all() for t in (out, *found)), seed
+        assert out.abs().max() <= value.abs().max() + 1e-5
 
 
 @hopper

@@ -25,7 +25,7 @@ TILES = pytest.mark.parametrize("tile", [(64, 64), (128, 128), (128, 64), (256, 
 def lists(heads: int, lengths: tuple[int, int], tile: tuple[int, int], entries: int, seed: int, batch: int = 1) -> Tensor:
     """Some entries are negative, some past the end, some there twice; in any order."""
     rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
-    return torch.randint(-1, columns + 2, (batch, heads, rows, entries), generator=torch.Generator().manual_seed(seed), dtype=torch.int32).cuda()
+    return torch.randint(-1, columns + 2, (batch, heads, rows, entries), generator=torch.Generator().manual_seed(seed), dtype=torch.int32, device="cpu").cuda()
 
 
 def mapped(indices: Tensor, length: int, tile: tuple[int, int] = (128, 128), **options: Any) -> TileMap:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.core.map_cache import map_of
 from tilewise.core.problem import Problem
 from tilewise.engines.gpu.kernel_args import ClassifyConstants, TileGeometry
-from tilewise.engines.gpu.launch import Launch, prepare
+from tilewise.engines.gpu.launch import Launch, mask_captures, prepare
 from tilewise.engines.gpu.mods import mask_of, mod_arguments
 from tilewise.tiles import EMPTY, FULL, PARTIAL, Geometry, TileMap
 
@@ -28,8 +28,12 @@ def classified(p: Problem, geometry: Geometry, numbers: Tensor) -> Tensor:
     """EMPTY, PARTIAL or FULL for each of these tiles."""
     states = torch.empty(len(numbers), dtype=torch.int8, device=p.device)
     if len(numbers) > 0:
-        prepare(classify_launch(p, geometry, states, numbers), p.device).launch([states, numbers])
+        prepare(classify_launch(p, geometry, states, numbers), p.device).bind(p, _no_map).launch([states, numbers])
     return states
+
+
+def _no_map(p: Problem) -> None:
+    """The launch that makes a map needs none."""
 
 
 def kernels() -> Mapping[str, Any]:
@@ -50,4 +54,5 @@ def classify_launch(p: Problem, geometry: Geometry, states: Tensor, numbers: Ten
         WARPS,
         1,
         fp_fusion=False,
+        sources=(mask_captures,),
     )

@@ -448,9 +448,10 @@ def consumer(
 
     # Epilogue: dK and dV leave through the buffers of K and V. Where they are not finite, bwd_postprocess recomputes them row by row (nonfinite_rows.py).
     named_barrier_sync(LOOP_DONE, TWO_WARPGROUPS)  # the other warpgroup has read our keys for its last dQ
+    b_dk *= scale[2]
     has_nonfinite = gl.max(nonfinite_rows(b_dk) | nonfinite_rows(b_dv), 0)
     gl.store(p_nonfinite + (i_bh * n_tiles + i_kv) * 2 + WG, has_nonfinite)
-    own_keys(kv_bufs, 0, 0, WG, C).store((b_dk * scale[2]).to(dtype))
+    own_keys(kv_bufs, 0, 0, WG, C).store(b_dk.to(dtype))
     own_keys(kv_bufs, 1, 0, WG, C).store(b_dv.to(dtype))
     fence_async_shared()
     i_hk = i_bh % (n_heads // ratio)

@@ -272,10 +272,10 @@ def consumer(acc_desc, work, SCORE: gl.constexpr, DSCORE: gl.constexpr, MAPPED: 
 
     # Epilogue: dV leaves through V's buffer, dK through K's. What is not finite bwd_postprocess recomputes row by row (nonfinite_rows.py).
     named_barrier_sync(CONSUMERS, TWO_WARPGROUPS)  # the other warpgroup has read K and V for its last products
-    has_nonfinite = gl.max(nonfinite_rows(b_acc), 0)
-    gl.store(p_nonfinite + (i_bh * n_tiles + i_kv) * 2 + WG, has_nonfinite)
     if WG == 1:
         b_acc *= scale[2]
+    has_nonfinite = gl.max(nonfinite_rows(b_acc), 0)
+    gl.store(p_nonfinite + (i_bh * n_tiles + i_kv) * 2 + WG, has_nonfinite)
     acc_buf = kv_bufs.index(1 - WG)
     acc_buf.reshape([BN, D]).store(b_acc.to(dtype))
     fence_async_shared()

@@ -156,11 +156,12 @@ def dkdv_program(pid, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DS
     if C.value.upcast:
         b_k, b_v = b_k.to(tl.float32), b_v.to(tl.float32)
     b_dk, b_dv = dkdv_tiles(b_k, b_v, i_b, i_hk, i_kv, tensors, args, MASK, SCORE, DSCORE, C)
+    b_dk *= args.mods.scale[2]
     p_k = tensors.k + (i_b * args.strides.k[0] + i_hk * args.strides.k[1])
     p_v = tensors.v + (i_b * args.strides.v[0] + i_hk * args.strides.v[1])
     p_dk = tensors.dk + (i_b * args.strides.dk[0] + i_hk * args.strides.dk[1])
     p_dv = tensors.dv + (i_b * args.strides.dv[0] + i_hk * args.strides.dv[1])
-    store_rows(p_dk + first * args.strides.dk[2], args.strides.dk, b_dk * args.mods.scale[2], n_left, N, D, D_TRUE)
+    store_rows(p_dk + first * args.strides.dk[2], args.strides.dk, b_dk, n_left, N, D, D_TRUE)
     store_rows(p_dv + first * args.strides.dv[2], args.strides.dv, b_dv, n_left, N, DV, DV_TRUE)
     if has_nonfinite(b_dk) | has_nonfinite(b_dv):
         dkdv_rows((p_k, p_v, p_dk, p_dv), args.columns, i_b, i_hk, i_kv, tensors, args, MASK, SCORE, DSCORE, C)
@@ -344,8 +345,9 @@ def dq_program(pid, tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, DSCO
     p_k = tensors.k + (i_b * args.strides.k[0] + (i_h // ratio) * args.strides.k[1])
     p_v = tensors.v + (i_b * args.strides.v[0] + (i_h // ratio) * args.strides.v[1])
     b_dq = dq_tiles((b_q, b_do, b_lse, b_delta, o_q), (p_k, p_v), (i_b, i_h), row, tensors, args, MASK, SCORE, DSCORE, SCATTER, C)
+    b_dq *= args.mods.scale[2]
     p_dq = tensors.dq + (i_b * args.strides.dq[0] + i_h * args.strides.dq[1])
-    store_rows(p_dq + first * args.strides.dq[2], args.strides.dq, b_dq * args.mods.scale[2], n_left, M, D, D_TRUE)
+    store_rows(p_dq + first * args.strides.dq[2], args.strides.dq, b_dq, n_left, M, D, D_TRUE)
     if tl.max(tl.where(tl.abs(b_dq) < float("inf"), 0, 1), None) > 0:  # has_nonfinite(b_dq), as Triton 3.6 can compile it for Blackwell
         o_bh -= first
         head = (p_q, p_k, p_v, p_do, tensors.lse + o_bh, tensors.delta + o_bh, p_dq)
