@@ -7,7 +7,7 @@ typedef unsigned long long u64;
 
 #define DEV __device__ __forceinline__
 #define INF __int_as_float(0x7f800000)
-#define NOT_A_NUMBER __int_as_float(0x7fffffff)
+#define QUIET_NAN __int_as_float(0x7fffffff)
 #define LN2 0.6931471805599453f
 #define LOG2E 1.4426950408889634f
 
