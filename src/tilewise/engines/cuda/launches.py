@@ -13,7 +13,7 @@ from tilewise.engines.cuda.source import CudaKernel
 from tilewise.engines.gluon import config as gluon
 from tilewise.engines.gluon.launches import heads_per_group, hopper_tiles
 from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, query_axis
-from tilewise.engines.gpu.arguments import shape_arguments
+from tilewise.engines.gpu.arguments import dropout_arguments, seed_of, shape_arguments
 from tilewise.engines.gpu.kernel_args import Strides
 from tilewise.engines.gpu.launch import Launch, TmaTensor, score_captures
 from tilewise.engines.gpu.limits import sm_count
@@ -77,6 +77,7 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
             "max_score": output.max_score,
             "counter": counter,
             "sinks": p.sinks,
+            "seed": seed_of(p),
         },
         {
             "tiles": Tiles(*schedule.tensors),
@@ -88,6 +89,7 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
             "n_group": min(heads_per_group(p, schedule) * (p.heads // p.kv_heads), heads),
             "scale": scales(p)[1],
             "score_scale": scales(p)[0],
+            **dropout_arguments(p),
             "s_out": Strides(output.out.stride()),
             "score": Score(*mod_arguments(p)["score"]),
         },

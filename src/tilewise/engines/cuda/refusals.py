@@ -12,8 +12,6 @@ def refuse_problem(p: Problem) -> str | None:
         operations = sum(["score" in uses or ("q" in uses and "kv" in uses) for uses in p.score.program.dependencies])
         if operations > MOST_OPERATIONS:
             return f"its compiler would take too long for a score of {operations} operations an element, more than {MOST_OPERATIONS}"
-    if p.dropout_p > 0:
-        return f"it has no dropout, got {p.dropout_p}"
     if p.grid is not None and grid_width(p) is not None:
         return f"it takes tokens as they come, a grid of {tuple(p.grid.shape)} is read in patches"
     return None

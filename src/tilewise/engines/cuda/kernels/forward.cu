@@ -1,10 +1,10 @@
 // Attention forward for Hopper (sm_90a): one producer warpgroup, of which one thread drives TMA, and WGS consumer warpgroups of 64 query rows each.
 //
 //   S = score(Q K^T), P = 2^(S c - shift), 0 where the mask forbids, O = P V / rowsum(P), lse = ln 2 (shift + log2 rowsum(P)); c = scale * log2 e.
-//   A sink is one more weight in the sum, 2^(sink log2 e - shift).
+//   Dropout makes some of P 0 after they were summed. A sink is one more weight in the sum, 2^(sink log2 e - shift).
 //
 // The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, FP16, SINKS, SCORED,
-// ANCHORED, the struct Args, a struct Score (emit.py) if SCORED, and two functions,
+// ANCHORED, DROPOUT, the struct Args, a struct Score (emit.py) if SCORED, and two functions,
 //   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)        64 x BN x 16, both operands in shared memory as they lie
 //   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)  64 x DV x 16, P in registers, V as it lies
 //
@@ -26,6 +26,7 @@
 // A row that is not finite in the end (a NaN at a masked key, weights beyond float32) gets an lse of NaN: the fix-up that follows computes it again.
 
 #define BM (64 * WGS)
+#define PLACED (SCORED || DROPOUT)                              // consumers have to know which keys they see
 #define NO (DV / 2)                                             // a thread's outputs
 #define K_CHUNKS ((D + 63) / 64)
 #define V_CHUNKS ((DV + 63) / 64)
@@ -158,7 +159,7 @@ DEV void produce(const Args& a, u32 base) {
                 key = (x.steps - 1 - j) * BN;                   // from the last: only that one can be cut by the end
 #endif
                 bar_wait(base + Shared::k_empty + 8 * s, (i / K_STAGES & 1) ^ 1);
-                if (SCORED) put_shared(base + Shared::first_key + 4 * s, key);
+                if (PLACED) put_shared(base + Shared::first_key + 4 * s, key);
                 load_keys<K_CHUNKS>(base + Shared::k + s * Shared::tile_k, a.k, base + Shared::k_full + 8 * s, key, x);
             }
             if (j == 0) announce(a, base, round, x);
@@ -217,13 +218,16 @@ struct Rows {
 #if SCORED
     Score score;
 #endif
+#if DROPOUT
+    u32 seed[2], counter[3];                                    // of Philox: key; row, head and batch
+#endif
 
     DEV u32 q() const { return base + Shared::q + wg * (64 * 128); }
     DEV void wait_k(u32 it) const { bar_wait(base + Shared::k_full + 8 * (it % K_STAGES), it / K_STAGES & 1); }
     DEV void wait_v(u32 it) const { bar_wait(base + Shared::v_full + 8 * (it % V_STAGES), it / V_STAGES & 1); }
     DEV void begin_turn() const { turn_wait(1 + wg); }
     DEV void end_turn() const { turn_give(wg == WGS - 1 ? 1 : 2 + wg); }
-    DEV int first_key(u32 it) const { return SCORED ? uniform(get_shared(base + Shared::first_key + 4 * (it % K_STAGES))) : 0; }
+    DEV int first_key(u32 it) const { return PLACED ? uniform(get_shared(base + Shared::first_key + 4 * (it % K_STAGES))) : 0; }
     DEV void release_q() const { if (threadIdx.x % 32 == 0) bar_arrive(base + Shared::q_empty); }
 
     DEV void pack_p() {
@@ -234,6 +238,23 @@ struct Rows {
     DEV void apply_score(const Args& a, int key) {
 #if SCORED
         score.apply(a, s, key + 2 * (int)(threadIdx.x & 3), key + BN <= a.n_kv);
+#endif
+    }
+
+    // Weights that dropout drops become 0 (engines/dropout.py). A counter gives 16 bits for each of the eight elements that a thread has of a 16 x 16 square.
+    DEV void drop(const Args& a, int key) {
+#if DROPOUT
+#pragma unroll
+        for (int j = 0; j < BN / 16; j++) {
+            u32 w[4] = {(u32)(key / 16 + j) * 4 + (threadIdx.x & 3), counter[0], counter[1], counter[2]};
+            philox(w, seed[0], seed[1]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {                       // s[8 j + i]: column 16 j + 8 (i / 4) + 2 c + i % 2, row i / 2 % 2
+                u32 word = w[i / 2 % 2 * 2 + i / 4], half_word = i % 2 ? word >> 16 : word & 0xffff;
+                s[8 * j + i] = (int)half_word >= a.threshold ? s[8 * j + i] : 0.0f;
+            }
+        }
+        pin(s);                                                 // or all this is done after the wait for P V (ptxas moves some of it there all the same)
 #endif
     }
 
@@ -312,6 +333,7 @@ struct Rows {
         if (a.n_kv % BN) cut_keys(a.n_kv % BN);
 #endif
         weigh_carefully(decay);
+        drop(a, key);
         pack_p();
 #pragma unroll
         for (int i = 0; i < NO; i++) o[i] = 0.0f;
@@ -345,6 +367,7 @@ struct Rows {
         } else {
             weigh(total);
         }
+        drop(a, key);
         if (!is_last) wait_k(it + 1);
         mma_wait<0>();
         pin(o);
@@ -421,6 +444,9 @@ struct Rows {
             }
             bool sound = total > 0.0f && total < INF;
             float factor = sound ? decay / total : 0.0f;
+#if DROPOUT
+            factor *= a.keep_scale;
+#endif
             int at = tile * BM + row + 8 * h;
             if ((threadIdx.x & 3) == 0 && at < a.n_q) {
                 a.lse[(size_t)bh * a.n_q + at] = sound ? (shift[h] + log2_of(total)) * LN2 : nothing;
@@ -444,6 +470,9 @@ struct Rows {
 
     DEV void run(const Args& a) {
         if (wg == WGS - 1) end_turn();                          // warpgroup 0 begins
+#if DROPOUT
+        seed[0] = uniform((int)*a.seed), seed[1] = uniform((int)(*a.seed >> 32));
+#endif
         u32 it = 0;                                             // key tiles so far
         for (round = 0;; round++) {
             bar_wait(base + Shared::q_full, round & 1);
@@ -454,6 +483,9 @@ struct Rows {
             u32 words[2] = {0, 0};
 #if SCORED
             score.begin(a, bh / a.n_heads, bh % a.n_heads, tile * BM + row);
+#endif
+#if DROPOUT
+            counter[0] = (tile * BM + row) / 16 * 8 + row % 8, counter[1] = bh % a.n_heads, counter[2] = bh / a.n_heads;
 #endif
 #if MAPPED
             masked = uniform(get_shared(from + 12));
