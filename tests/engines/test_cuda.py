@@ -36,13 +36,13 @@ def problem(
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"score": scores.softcap(30.0)}, "no score functions"),
-        ({"scale": 1e-4}, "at least 0.001, got 0.0001"),
-        ({"scale": -1.0}, "at least 0.001, got -1.0"),
-        ({"dropout_p": 0.25, "seed": 1}, "no dropout, got 0.25"),
+        ({"score": lambda s, b, h, q, kv: sum((s * n for n in range(2, 40)), s)}, "a score of 77 operations an element, more than 64"),
         ({"shape": (1, 2, 128 * 128, 64), "mask": masks.neighborhood((128, 128), 13)}, "a grid of (128, 128) is read in patches"),
         ({}, None),
         ({"max_scores": True}, "max_scores"),
+        ({"scale": -1.0}, None),
+        ({"dropout_p": 0.25, "seed": 1}, None),
+        ({"score": scores.softcap(30.0)}, None),
         ({"shape": (1, 2, 512, 256)}, None),
         ({"shape": (1, 2, 512, 72), "v_dim": 24}, None),
         ({"mask": masks.causal, "score": scores.sinks(torch.zeros(4))}, None),
@@ -120,6 +120,22 @@ def test_without_a_map_a_step_takes_as_many_keys_as_fit(dim: int, keys: int) -> 
     assert {config.block_n for config in forward_forms(problem((1, 2, 512, dim)), mapped=False)} == {keys}
 
 
+@pytest.mark.parametrize(
+    ("asked", "anchored"),
+    [
+        ({}, True),
+        ({"score": scores.softcap(50.0)}, True),
+        ({"score": scores.softcap(60.0)}, False),
+        ({"score": scores.softcap(5.0), "dtype": torch.float16}, False),
+        ({"score": scores.alibi(4)}, False),
+        ({"scale": -1.0}, False),
+    ],
+)
+def test_scores_that_may_rise_have_maxima_in_every_step(asked: dict[str, object], anchored: bool) -> None:
+    (config, *_) = forward_forms(problem(**asked), mapped=False)
+    assert config.anchored == anchored and config.scored == bool(asked)
+
+
 @pytest.mark.parametrize(("length", "cluster"), [(1, 1), (128, 1), (129, 2), (256, 2), (300, 1), (900, 2), (1024, 2), (1100, 2)])
 def test_programs_share_keys_where_query_tiles_come_in_pairs(length: int, cluster: int) -> None:
     assert forward_config(problem((1, 2, length, 128)), mapped=False).cluster == cluster
@@ -143,10 +159,19 @@ class TestLaunches:
         from tilewise.engines.gpu.kernel_cache import store_key
 
         usual = store_key(self.request())
-        for other in ({"shape": (2, 4, 512, 128)}, {"dtype": torch.float16}, {"mask": masks.causal}, {"score": scores.sinks(torch.zeros(4))}):
+        for other in (
+            {"dropout_p": 0.5, "seed": 1},
+            {"shape": (2, 4, 512, 128)},
+            {"dtype": torch.float16},
+            {"mask": masks.causal},
+            {"score": scores.sinks(torch.zeros(4))},
+            {"score": scores.alibi(4)},
+        ):
             assert store_key(self.request(**other)) != usual
         for same in ({"shape": (3, 6, 100, 64)}, {"scale": 0.5}, {"kv_heads": 1}):  # numbers are arguments
             assert store_key(self.request(**same)) == usual
+        assert store_key(self.request(score=scores.softcap(20.0))) == store_key(self.request(score=scores.softcap(30.0), shape=(1, 4, 100, 64)))
+        assert store_key(self.request(score=scores.softcap(20.0))) != store_key(self.request(score=scores.alibi(4)))
         masked = store_key(self.request(mask=masks.causal))
         assert masked == store_key(self.request(mask=lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3))  # masks are bits
         monkeypatch.setattr(nvrtc, "version", lambda: (13, 1))
@@ -163,6 +188,8 @@ class TestLaunches:
         assert types[27:31] == ["*bf16", "*fp32", "*fp32", "*i32"] and types[31:39] == ["*i32"] * 8  # out, lse, maxima, counter; the schedule
         assert "TensorMap q;\n    int q_sizes[4];\n    long long q_strides[4];" in struct and "bfloat* out;" in struct and "int* first_bits;" in struct
         assert "first_bits" not in arguments(self.request())[0] and "sinks" not in struct
+        scored, types = arguments(self.request(score=[scores.alibi(4), lambda s, b, h, q, kv: s * 0.5 + kv * 2**40]))
+        assert "float* p_0;" in scored and "long long i_" in scored and "float f_0;" in scored and "int s_0;" in scored and "*fp32" in types[35:]
         assert "float* sinks;" in arguments(self.request(score=scores.sinks(torch.zeros(4))))[0]
 
     def test_keys_are_shared_by_whole_pairs(self) -> None:

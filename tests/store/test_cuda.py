@@ -5,32 +5,55 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.machine_code import loops_of_products, machine_code
+from tests.support.operation_scores import SCORES
 from tilewise import masks, scores
 from tilewise.core.problem import Options, Problem, make_problem
+from tilewise.engines.codegen import Extents
 from tilewise.engines.cuda import nvrtc
 from tilewise.engines.gluon import NO_GLUON
+from tilewise.lang import trace_score
 
 MISSING = NO_GLUON or nvrtc.refusal()
 pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.usefixtures("empty_store")]
 
 
-def problem(dim: int, mask: object = None, dtype: torch.dtype = torch.bfloat16, score: object = None, v_dim: int | None = None) -> Problem:
+def problem(dim: int, mask: object = None, dtype: torch.dtype = torch.bfloat16, score: object = None, v_dim: int | None = None, **more: object) -> Problem:
     query, key, value = (torch.empty(1, heads, 512, n, dtype=dtype, device="meta") for heads, n in ((4, dim), (2, dim), (2, v_dim or dim)))
-    return make_problem(query, key, value, mask, score, Options(enable_gqa=True))[0]
+    return make_problem(query, key, value, mask, score, Options(enable_gqa=True, **more))[0]
 
 
 VARIANTS = {
-    **{f"{kind} {dim} {dtype}": (dim, dim, mask, dtype, None)
-       for dim in (64, 128) for kind, mask in (("full", None), ("masked", masks.causal)) for dtype in (torch.bfloat16, torch.float16)},
-    **{f"{kind} {dim} {v_dim}": (dim, v_dim, mask, torch.bfloat16, None)
-       for dim, v_dim in ((256, 256), (96, 96), (192, 192), (192, 128), (72, 200), (8, 24)) for kind, mask in (("full", None), ("masked", masks.causal))},
-    **{f"sinks {dim}": (dim, dim, masks.causal, torch.bfloat16, scores.sinks(torch.zeros(4))) for dim in (64, 256)},
-}  # fmt: skip
+    **{
+        f"{kind} {dim} {dtype}": (dim, dim, mask, dtype, None, {})
+        for dim in (64, 128)
+        for kind, mask in (("full", None), ("masked", masks.causal))
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+    **{
+        f"{kind} {dim} {v_dim}": (dim, v_dim, mask, torch.bfloat16, None, {})
+        for dim, v_dim in ((256, 256), (96, 96), (192, 192), (192, 128), (72, 200), (8, 24))
+        for kind, mask in (("full", None), ("masked", masks.causal))
+    },
+    **{f"sinks {dim}": (dim, dim, masks.causal, torch.bfloat16, scores.sinks(torch.zeros(4)), {}) for dim in (64, 256)},
+    **{
+        f"{name} {kind} {dim}": (dim, dim, mask, torch.bfloat16, score, {})
+        for dim in (64, 128, 256)
+        for kind, mask in (("full", None), ("masked", masks.causal))
+        for name, score in (("alibi", scores.alibi(4)), ("softcap", scores.softcap(30.0)), ("relative bias", scores.relative_bias(torch.zeros(4, 129))))
+    },
+    **{
+        f"dropout {kind} {dim}": (dim, dim, mask, torch.bfloat16, None, {"dropout_p": 0.1, "seed": 1})
+        for dim in (64, 128, 256)
+        for kind, mask in (("full", None), ("masked", masks.causal))
+    },
+    "negative scale": (128, 128, masks.causal, torch.float16, None, {"scale": -1.0}),
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -41,10 +64,10 @@ def test_the_loop_hides_softmax_under_the_products(name: str) -> None:
     from tilewise.engines.gpu.kernel_cache import load_or_build
     from tilewise.engines.gpu.launch import request_of
 
-    dim, v_dim, mask, dtype, score = VARIANTS[name]
-    launches = [make()[0] for make in aot.forward_launches(problem(dim, mask, dtype, score, v_dim))]
+    dim, v_dim, mask, dtype, score, more = VARIANTS[name]
+    launches = [make()[0] for make in aot.forward_launches(problem(dim, mask, dtype, score, v_dim, **more))]
     forwards = [launch for launch in launches if launch.kernel == "cuda_fwd"]
-    assert len(forwards) == (2 if max(dim, v_dim) > 64 and mask is None else 1)  # programs in pairs, and alone
+    assert len(forwards) == (2 if max(dim, v_dim) > 64 and mask is score is None and not more else 1)  # programs in pairs, and alone
     for launch in forwards:
         files = load_or_build(request_of(launch, 90), launch.table)
         log, config = files["log"].decode(), launch.constants["C"]
@@ -57,7 +80,41 @@ def test_the_loop_hides_softmax_under_the_products(name: str) -> None:
         assert body.count("HGMMA") == products and len(re.findall("WARPGROUP.DEPBAR", body)) == 2  # a serialised kernel waits for every product
         scores_awaited, weights_awaited = (m.start() for m in re.finditer("WARPGROUP.DEPBAR", body))
         assert body.rindex("HGMMA") < scores_awaited
-        assert len(re.findall("MUFU.EX2", body[scores_awaited:weights_awaited])) >= config.block_n // 2
+        assert len(re.findall("MUFU.EX2", body[scores_awaited:weights_awaited])) >= config.block_n // (4 if config.dropout else 2)  # it moves some with Philox
+
+
+def test_every_function_compiles() -> None:
+    """A score by each function of torch, alone in a small kernel."""
+    from tilewise.engines.cuda.emit import Writer, score_source
+    from tilewise.engines.cuda.source import FOLDER
+    from tilewise.engines.cxx import HEADERS
+
+    def everything(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return sum((function(s, b, h, q, kv) for function in SCORES.values()), s)
+
+    call = trace_score((everything,), torch.float32)
+    numbers = [f"long long i_{n};" for n in range(len(call.ints))] + [f"float f_{n};" for n in range(len(call.floats))]
+    kernel = """
+extern "C" __global__ void kernel(Args a, float* x) {
+    float s[NS];
+    for (int i = 0; i < NS; i++) s[i] = x[i];
+    Score score;
+    score.begin(a, 0, 0, 0);
+    score.apply(a, s, 0, true);
+    for (int i = 0; i < NS; i++) x[i] = s[i];
+}"""
+    text = "\n".join(
+        [
+            "#define FP16 0\n#define NS 4",
+            (FOLDER / "primitives.cuh").read_text(),
+            f"struct Args {{ int n_q; float score_scale; {' '.join(numbers)} }};",
+            *[path.read_text() for path in (FOLDER / "program.cuh", HEADERS / "operations.h")],
+            score_source(*[Writer(call, Extents(1, 1, 16, 16), ())] * 2),
+            kernel,
+        ]
+    )
+    binary, log = nvrtc.compiled(text, "everything.cu")
+    assert len(binary) > 0 and "warning" not in log
 
 
 def test_facts_are_what_the_driver_needs() -> None:

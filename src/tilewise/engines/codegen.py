@@ -1,4 +1,4 @@
-"""What both code generators share: the layouts and extents they know, and how they find the type an operation is computed in."""
+"""What all code generators share: the layouts and extents they know, and how they find the type an operation is computed in."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from tilewise.lang.ranges import ranges
 from tilewise.lang.types import FLOATS, NUMBER, ZERO_DIM, Type, promote
 
 INT32 = 2**31 - 1  # integers up to here, either way, are emitted with 32 bits
+FLIPPED = {"+": "-", "-": "+"}
 
 
 class Layout(NamedTuple):
@@ -50,6 +51,14 @@ class ProgramWriter:
         if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
             computed = "i32"
         return computed
+
+    def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
+        """What is added up to an integer, with its sign."""
+        op, args, _, _ = self.program.instructions[k]
+        if op not in ("add", "sub", "neg") or self.types[k] != dtype:
+            return [(sign, k)]
+        signs = {"add": (sign, sign), "sub": (sign, FLIPPED[sign]), "neg": (FLIPPED[sign],)}[op]
+        return [term for a, s in zip(args, signs, strict=True) for term in self._terms(a, s, dtype)]
 
 
 def _size_slots(program: Program) -> list[tuple[int, int]]:

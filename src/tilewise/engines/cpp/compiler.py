@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tilewise.core.folders import temporary_folder
+from tilewise.engines import cxx
 
 NAMES = ("g++", "clang++", "c++")
 COMPILER, TARGET = "TILEWISE_CXX", "TILEWISE_MARCH"  # environment variables, read when something is compiled
@@ -102,7 +103,7 @@ def compiled(source: str, extra: tuple[str, ...]) -> bytes:
 def _compiled_in(folder: Path, path: str, source: str, extra: tuple[str, ...]) -> bytes:
     library = folder / "library.so"
     known = [flag for flag in extra if flag not in GCC_ONLY or not _is_clang(path)]
-    command = [path, *flags(), *known, "-I", str(KERNELS), "-x", "c++", "-", "-o", str(library)]
+    command = [path, *flags(), *known, "-I", str(KERNELS), "-I", str(cxx.HEADERS), "-x", "c++", "-", "-o", str(library)]
     environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}  # its own temporary files go there too, and it speaks English
     ran = subprocess.run(command, input=source.encode(), capture_output=True, timeout=SECONDS, check=False, env=environment)
     if ran.returncode != 0 or not library.exists():

@@ -2,36 +2,15 @@
 
 A generated function works on a tile: rows along one axis, LANES along the other, queries or keys. What depends on neither axis is
 computed once, what depends on the lanes once for the tile, what depends on the row once per row; only the rest in the inner loop, which
-the compiler vectorises. Python numbers and captures are arguments. Only numbers, operation names and slots reach the text.
-
-Integers are 64-bit in the language. Where their bounds over the whole problem show that 32 bits hold them, 32 are used; likewise
-a load whose index provably stays inside needs no clamping, and a division of non-negative numbers no correction.
+the compiler vectorises. Python numbers and captures are arguments. The operations' own text is written by engines/cxx/writer.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewise.engines.codegen import INT32, Extents, Layout, ProgramWriter
+from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.cxx.writer import STORED, TYPE, CxxWriter
 from tilewise.lang import BoundProgram, Derivative, Program
-from tilewise.lang.ops import OPS
-from tilewise.lang.program import literal_value
-from tilewise.lang.types import FLOATS, INTEGERS, Type
-
-# The C++ type a value is computed in; 16-bit floats are float32 numbers that have been rounded to them.
-TYPE = {
-    "bool": "bool",
-    "u8": "uint8_t",
-    "i8": "int8_t",
-    "i16": "int16_t",
-    "i32": "i32",
-    "i64": "i64",
-    "f16": "float",
-    "bf16": "float",
-    "f32": "float",
-    "f64": "double",
-}
-STORED = TYPE | {"f16": "half", "bf16": "bfloat"}
-ROUND = {"f16": "to_half({})", "bf16": "to_bfloat({})"}
 
 
 @dataclass(frozen=True)
@@ -49,16 +28,14 @@ BY_QUERY, BY_KEY = Axes("by_query", "q", "kv"), Axes("by_key", "kv", "q")
 ONCE, LANE, ROW, ELEMENT = range(4)
 
 
-class Writer(ProgramWriter):
-    """Writes the instructions of one program as statements of C++, sorted by where they are computed."""
+class Writer(CxxWriter):
+    """Sorts statements by where they are computed."""
 
     def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...], axes: Axes) -> None:
-        super().__init__(program, call, extents, layouts)
         self.axes = axes
         self.levels: list[int] = []
         self.statements: dict[int, list[str]] = {ONCE: [], LANE: [], ROW: [], ELEMENT: []}
-        for k in range(len(program.instructions)):
-            self._write(k)
+        super().__init__(program, call, extents, layouts)
 
     def _level(self, k: int) -> int:
         uses = self.program.dependencies[k]
@@ -66,146 +43,30 @@ class Writer(ProgramWriter):
             return ELEMENT
         return LANE if self.axes.lane in uses else ROW if self.axes.row in uses else ONCE
 
-    def _write(self, k: int) -> None:
-        op, args, attr, type = self.program.instructions[k]
-        dtype = self._width(k, type)
-        if op == "index":
-            text = f"({TYPE[dtype]}){attr}"
-        elif op == "score":
-            text = "score"
-        elif op == "int":
-            text = f"p->ints[{int(attr)}]"
-        elif op == "float":
-            dtype, text = "f64", f"p->floats[{int(attr)}]"  # torch rounds a Python number to what it meets, not before
-        elif op == "literal":
-            value = literal_value(attr)
-            dtype, text = ("f64", _float(value, "double")) if isinstance(value, float) else (dtype, _integer(value))
-        elif op == "load":
-            text = f"p{int(attr)}[{self.address(int(attr), args)}]"
-            if type.dtype in ROUND:
-                text = f"widen({text})"
-            elif type.is_bool:
-                text = f"({text} != 0)"
-        elif op == "cast":
-            text = self._cast(args[0], dtype)
-        else:
-            text = self._operation(op, args, type, dtype)
+    def declare(self, k: int, dtype: str, text: str) -> None:
         level = self._level(k)
-        self.types.append(dtype)
         self.levels.append(level)
         self.statements[level].append(f"v{k}[l] = {text};" if level == LANE else f"const {TYPE[dtype]} v{k} = {text};")
-
-    def _width(self, k: int, type: Type) -> str:
-        op = self.program.instructions[k].op
-        return "i32" if type.dtype == "i64" and op not in ("load", "int") and self.ranges[k].within(-INT32, INT32) else type.dtype
 
     def value(self, k: int) -> str:
         return f"v{k}[l]" if self.levels[k] == LANE else f"v{k}"
 
-    def _cast(self, k: int, dtype: str) -> str:
-        """Value k in another type."""
-        return self._converted(self.value(k), self.types[k], dtype)
+    def integer(self, n: int) -> str:
+        return f"p->ints[{n}]"
 
-    def _converted(self, text: str, old: str, new: str) -> str:
-        if old == new:
-            return text
-        if new == "bool":
-            return f"({text} != 0)"
-        if new in ROUND:
-            return ROUND[new].format(f"(float)({text})")
-        if old in FLOATS and new not in FLOATS:
-            return f"to_integer<{TYPE[new]}>({text})"
-        return f"({TYPE[new]})({text})" if TYPE[old] != TYPE[new] else text
+    def floating(self, n: int) -> tuple[str, str]:
+        return "f64", f"p->floats[{n}]"  # torch rounds a Python number to what it meets, not before
 
-    def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
-        if name == "where":
-            return f"{self._cast(args[0], 'bool')} ? {self._cast(args[1], dtype)} : {self._cast(args[2], dtype)}"
-        computed = self._computed_in(args, type, dtype)
-        # torch computes on 16-bit floats in float32 and rounds the result
-        operands = [self._cast(a, "f32" if computed in ROUND and self._is_wide(name, n, a) else computed) for n, a in enumerate(args)]
-        text = SPECIAL[name](self, args, operands, computed) if name in SPECIAL else _text(name, computed).format(*operands)
-        if type.is_bool:
-            return text
-        text = f"({TYPE[computed]})({text})"
-        return ROUND[dtype].format(text) if dtype in ROUND else self._converted(text, computed, dtype)
+    def element(self, slot: int, indices: tuple[int, ...]) -> str:
+        return f"p{slot}[{self.address(slot, indices)}]"
 
-    # -- operations whose text depends on what is known of their operands: see SPECIAL -------------------------------
-
-    def _floordiv(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
-        return f"{self._kind_of_division(args, computed)}_quotient({operands[0]}, {operands[1]})"
-
-    def _mod(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
-        return f"{self._kind_of_division(args, computed)}_remainder({operands[0]}, {operands[1]})"
-
-    def _kind_of_division(self, args: tuple[int, ...], computed: str) -> str:
-        if computed in FLOATS:
-            return "float"
-        return "positive" if self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0 else "integer"
-
-    def _pow(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
-        exponent = self.program.instructions[args[1]]
-        if computed in FLOATS and exponent.op == "literal":
-            n = literal_value(exponent.attr)
-            x = operands[0]
-            texts = {0: "1", 1: x, 2: f"{x} * {x}", 3: f"{x} * {x} * {x}", -1: f"1 / {x}", -2: f"1 / ({x} * {x})", 0.5: f"sqrt({x})"}
-            if n in texts:
-                return texts[n]
-        return f"{'pow' if computed in FLOATS else 'integer_power'}({operands[0]}, {operands[1]})"
-
-    # -- what is around the operations -------------------------------------------------------------------------------
-
-    def address(self, slot: int, indices: tuple[int, ...]) -> str:
-        """Which element of a capture: negative indices count from the end, others are kept inside."""
-        layout, (sizes, strides) = self.layouts[slot], self.slots[slot]
-        terms = []
-        for d, k in enumerate(indices):
-            known, size = self.ranges[k], self.sizes[slot][d]
-            index = self._cast(k, "i64" if self.types[k] in FLOATS or self.types[k] == "bool" else self.types[k])
-            if not known.within(0, size - 1):
-                index = f"inside<i64>({index}, s[{sizes + d}])" if self.types[k] not in ("i32", "i16", "i8", "u8") else f"inside<i32>({index}, s[{sizes + d}])"
-            offset = "i64" if layout.wide else "i32"
-            terms.append(f"({offset})({index})" + ("" if layout.contiguous and d == len(indices) - 1 else f" * ({offset})s[{strides + d}]"))
-        return " + ".join(terms) if terms else "0"
-
-    def result(self, position: int, dtype: str) -> str:
-        return self._cast(self.program.results[position], dtype)
+    def place(self, n: int) -> str:
+        return f"s[{n}]"
 
     def level_of(self, indices: tuple[int, ...]) -> int:
         """Where an address made of these values varies."""
         levels = {self.levels[k] for k in indices} - {ONCE}
         return ONCE if not levels else levels.pop() if len(levels) == 1 else ELEMENT
-
-    def loads(self) -> set[int]:
-        return {int(i.attr) for i in self.program.instructions if i.op == "load"}
-
-
-SPECIAL: dict[str, Callable[[Writer, tuple[int, ...], list[str], str], str]] = {"floordiv": Writer._floordiv, "mod": Writer._mod, "pow": Writer._pow}
-
-
-def _text(name: str, computed: str) -> str:
-    """The text of an operation's entry for operands of this type."""
-    op = OPS[name]
-    text = op.cpp
-    if computed == "bool" and op.cpp_of_bools is not None:
-        text = op.cpp_of_bools
-    elif computed in INTEGERS and op.cpp_of_integers is not None:
-        text = op.cpp_of_integers
-    assert text is not None, f"{name} is written by SPECIAL"
-    return text
-
-
-def _integer(value: bool | int) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"(i64)({value}LL)" if value > -(2**63) else "std::numeric_limits<i64>::min()"
-
-
-def _float(value: float, type: str) -> str:
-    if value != value:
-        return f"NOT_A_NUMBER<{type}>"
-    if value in (float("inf"), -float("inf")):
-        return f"{'-' if value < 0 else ''}INFINITE<{type}>"
-    return f"({value!r})"
 
 
 # -- whole functions -------------------------------------------------------------------------------------------------

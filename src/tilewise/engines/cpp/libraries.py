@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from tilewise._version import __version__
 from tilewise.core import store
 from tilewise.core.locks import new_lock
+from tilewise.engines import cxx
 from tilewise.engines.cpp import compiler
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS, CompilerError
 
@@ -119,9 +120,9 @@ def key_of(unit: Unit) -> str:
 
 @lru_cache(maxsize=1)
 def sources_digest() -> str:
-    """Part of every cache key: changes with tilewise's version and with the source in kernel/."""
+    """Part of every cache key: changes with tilewise's version and with the C++ it comes with."""
     digest = hashlib.sha256(__version__.encode())
-    for path in sorted(compiler.KERNELS.iterdir()):
+    for path in [*sorted(compiler.KERNELS.iterdir()), *sorted(cxx.HEADERS.glob("*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.core.problem import Problem
+from tilewise.engines.cuda.mods import keeps_range
 from tilewise.engines.gluon import config as gluon
 from tilewise.engines.gpu.limits import shared_memory
+from tilewise.engines.gpu.mods import has_score
 
 ROWS = 64  # query rows of a warpgroup
 CHUNK = 64  # columns that lie side by side in shared memory, in 128 bytes
 CLUSTER_TILES = 8  # query tiles of a head from which on programs share keys in pairs, though one tile may be missing from the last pair
-REGISTERS = 196  # that scores, weights and outputs may take of a thread's 240
+REGISTERS, REGISTERS_SCORED, REGISTERS_DROPOUT = 196, 188, 176  # that scores, weights and outputs may take of a thread's 240
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class ForwardConfig:
     mapped: bool  # a tile schedule says which key tiles are visited, and its mask bits what is allowed in them
     fp16: bool
     sinks: bool
+    scored: bool  # a score function is applied to q.k
+    anchored: bool  # row maxima are looked for in a row's first key tile and in masked ones alone
+    dropout: bool
 
     @property
     def block_m(self) -> int:
@@ -50,7 +55,8 @@ class ForwardConfig:
 
     @property
     def fits(self) -> bool:
-        return self.shared <= shared_memory(90) and (self.registers <= REGISTERS or self.warpgroups == 3)
+        most = REGISTERS_DROPOUT if self.dropout else REGISTERS_SCORED if self.scored else REGISTERS
+        return self.shared <= shared_memory(90) and (self.registers <= most or self.warpgroups == 3)
 
     @property
     def warps(self) -> int:
@@ -70,15 +76,15 @@ def forward_config(p: Problem, mapped: bool) -> ForwardConfig:
 
 
 def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
-    """What lengths may ask for: programs in pairs, if that pays, and alone. Where there is a map, its tiles are the Gluon engine's: the two share tile
-    schedules, mask bits and the fix-up. Without one, a step takes as many keys as fit."""
-    theirs, dims = gluon.forward_config(p), (-(-p.head_dim // 16) * 16, p.v_dim)
+    """What lengths may ask for: programs in pairs, if that pays (scores and dropout leave no registers for it), and alone. With a map, tiles are the
+    Gluon engine's: the two share tile schedules, mask bits and the fix-up. Without one, a step takes as many keys as fit."""
+    theirs, dims, scored, dropout = gluon.forward_config(p), (-(-p.head_dim // 16) * 16, p.v_dim), has_score(p), p.dropout_p > 0
 
     def form(block_n: int, k_stages: int, v_stages: int, cluster: int) -> ForwardConfig:
-        rest = (mapped, p.dtype == torch.float16, p.sinks is not None)
+        rest = (mapped, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout)
         return ForwardConfig(*dims, block_n, theirs.warpgroups, k_stages, v_stages, cluster, *rest)
 
     if mapped or theirs.warpgroups == 3:
         return [next(c for c in (form(theirs.block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits)]
     block_n = next(n for n in range(256, 0, -16) if form(n, 2, 2, 1).fits)
-    return [form(block_n, 2, 2, cluster) for cluster in (2, 1)]
+    return [form(block_n, 2, 2, cluster) for cluster in ((1,) if scored or dropout else (2, 1))]

@@ -8,15 +8,16 @@ from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.cuda import nvrtc
 from tilewise.engines.cuda.config import ForwardConfig, forward_config
+from tilewise.engines.cuda.mods import score_of
 from tilewise.engines.cuda.source import CudaKernel
 from tilewise.engines.gluon import config as gluon
 from tilewise.engines.gluon.launches import heads_per_group, hopper_tiles
 from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, query_axis
-from tilewise.engines.gpu.arguments import shape_arguments
+from tilewise.engines.gpu.arguments import dropout_arguments, seed_of, shape_arguments
 from tilewise.engines.gpu.kernel_args import Strides
-from tilewise.engines.gpu.launch import Launch, TmaTensor
+from tilewise.engines.gpu.launch import Launch, TmaTensor, score_captures
 from tilewise.engines.gpu.limits import sm_count
-from tilewise.engines.gpu.mods import scales
+from tilewise.engines.gpu.mods import mod_arguments, scales
 
 FORWARD = CudaKernel("forward")
 
@@ -32,6 +33,15 @@ class Tiles(NamedTuple):
     stops: Any
     first_bits: Any
     bits: Any
+
+
+class Score(NamedTuple):
+    """What a score function is given, by the names it has in generated functions (emit.py)."""
+
+    p: Any  # captures
+    i: Any  # integers
+    f: Any  # floats
+    s: Any  # sizes and strides of the captures
 
 
 class Compiler(NamedTuple):
@@ -67,6 +77,7 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
             "max_score": output.max_score,
             "counter": counter,
             "sinks": p.sinks,
+            "seed": seed_of(p),
         },
         {
             "tiles": Tiles(*schedule.tensors),
@@ -77,10 +88,13 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
             "n_bh": heads,
             "n_group": min(heads_per_group(p, schedule) * (p.heads // p.kv_heads), heads),
             "scale": scales(p)[1],
+            "score_scale": scales(p)[0],
+            **dropout_arguments(p),
             "s_out": Strides(output.out.stride()),
+            "score": Score(*mod_arguments(p)["score"]),
         },
-        {"C": config, "COMPILER": Compiler(nvrtc.version(), nvrtc.OPTIONS)},
+        {"C": config, "SCORE": score_of(p), "COMPILER": Compiler(nvrtc.version(), nvrtc.OPTIONS)},
         config.warps,
         1,
-        sources=(hopper_tiles(query_axis(gluon.forward_config(p))),),
+        sources=(hopper_tiles(query_axis(gluon.forward_config(p))), score_captures),
     )

@@ -35,6 +35,6 @@ class Forward(Pass):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output:
         output, filled = self._outputs(query, needs_lse)
-        self._fwd.launch([query, key, value, *filled, counter(query.device), sinks])
+        self._fwd.launch([query, key, value, *filled, counter(query.device), sinks, seed])
         self._fixup.launch([query, key, value, *filled, sinks, seed])
         return output

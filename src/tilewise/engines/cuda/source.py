@@ -8,13 +8,17 @@ from typing import Any
 
 from tilewise.engines.cuda import nvrtc
 from tilewise.engines.cuda.config import ForwardConfig
+from tilewise.engines.cxx import HEADERS
 from tilewise.engines.gpu.driver import PACK, TENSOR_MAP, places_of
 from tilewise.engines.gpu.kernel_request import KernelRequest, OwnCompiler, TmaBlock
 
 FOLDER = Path(__file__).parent / "kernels"
 SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 ALIGNMENT = 64  # of the struct of arguments, because of its tensor maps
-C_TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "fp64": "double", "bf16": "bfloat", "fp16": "half"}  # and pointers to them
+C_TYPES = {
+    **{"i1": "unsigned char", "u8": "unsigned char", "i8": "signed char", "i16": "short", "i32": "int", "i64": "long long"},
+    **{"fp32": "float", "fp64": "double", "bf16": "bfloat", "fp16": "half"},
+}  # and pointers to them
 
 
 class CudaKernel(OwnCompiler):
@@ -24,8 +28,10 @@ class CudaKernel(OwnCompiler):
         self._entry = entry
 
     def text(self, request: KernelRequest) -> str:
-        config: ForwardConfig = dict(request.constants)["C"]
-        parts = (constants(config), _file("primitives.cuh"), arguments(request)[0], products(config), _file(f"{self._entry}.cu"))
+        known = dict(request.constants)
+        config, score = known["C"], known["SCORE"]
+        scored = () if score is None else (_file(FOLDER / "program.cuh"), _file(HEADERS / "operations.h"), score.source)
+        parts = (constants(config), _file(FOLDER / "primitives.cuh"), arguments(request)[0], products(config), *scored, _file(FOLDER / f"{self._entry}.cu"))
         return "\n".join(parts)
 
     def compiled(self, request: KernelRequest) -> dict[str, bytes]:
@@ -47,7 +53,7 @@ class CudaKernel(OwnCompiler):
 
 def constants(config: ForwardConfig) -> str:
     names = {"block_n": "BN", "warpgroups": "WGS"}
-    return "".join([f"#define {names.get(name, name.upper())} {int(value)}\n" for name, value in asdict(config).items()])
+    return "".join([f"#define {names.get(name, name.upper())} {int(value)}\n" for name, value in asdict(config).items()]) + "#define NS (BN / 2)\n"
 
 
 def arguments(request: KernelRequest) -> tuple[str, list[str]]:
@@ -70,9 +76,8 @@ def _describe(name: str, kind: Any, fields: list[str], types: list[str]) -> None
         for inner, its in zip(kind._fields, kind, strict=True):
             _describe(inner, its, fields, types)
     elif isinstance(kind, tuple):
-        assert set(kind) <= {"i64"}, f"{name} is a tuple of {kind}"
-        fields.append(f"long long {name}[{len(kind)}]")
-        types += kind
+        for n, its in enumerate(kind):
+            _describe(f"{name}_{n}", its, fields, types)
     elif kind != "none":
         plain = kind.removesuffix("!")
         fields.append(f"{C_TYPES[plain.removeprefix('*')]}{'*' * plain.startswith('*')} {name}")
@@ -106,5 +111,5 @@ def wgmma(name: str, n: int, dtype: str, a_in_registers: bool) -> str:
 
 
 @lru_cache(maxsize=8)
-def _file(name: str) -> str:
-    return f'#line 1 "{name}"\n{(FOLDER / name).read_text()}'
+def _file(path: Path) -> str:
+    return f'#line 1 "{path.name}"\n{path.read_text()}'

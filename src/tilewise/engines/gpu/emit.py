@@ -35,7 +35,6 @@ TL = {
 }
 HALF = 2**30 - 1  # differences of such integers fit in 32 bits
 DIFFERENCES = {"ge": "({0} - {1})", "gt": "({0} - {1} - 1)", "le": "({1} - {0})", "lt": "({1} - {0} - 1)"}  # negative where the comparison is false
-FLIPPED = {"+": "-", "-": "+"}
 EXACT = 2**24  # float32 holds every integer up to here
 TILE = 1024  # more than a part of a place
 PLACES = ("q", "kv")
@@ -143,14 +142,6 @@ class Writer(ProgramWriter):
     def _is_place(self, k: int) -> bool:
         op, _, attr, _ = self.program.instructions[k]
         return op == "index" and attr in PLACES
-
-    def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
-        """What is added up to an integer, with its sign."""
-        op, args, _, _ = self.program.instructions[k]
-        if op not in ("add", "sub", "neg") or self.types[k] != dtype:
-            return [(sign, k)]
-        signs = {"add": (sign, sign), "sub": (sign, FLIPPED[sign]), "neg": (FLIPPED[sign],)}[op]
-        return [term for a, s in zip(args, signs, strict=True) for term in self._terms(a, s, dtype)]
 
     def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
         if name == "where":

@@ -53,8 +53,8 @@ def sources_digest() -> str:
 
     digest = hashlib.sha256(f"{__version__} {version('triton')}".encode())
     engines = Path(__file__).parent.parent
-    for package in ("gpu", "triton", "gluon", "cuda"):
-        for path in sorted([path for kind in ("*.py", "*.cu", "*.cuh") for path in (engines / package).rglob(kind)]):
+    for package in ("gpu", "triton", "gluon", "cuda", "cxx"):
+        for path in sorted([path for kind in ("*.py", "*.cu", "*.cuh", "*.h") for path in (engines / package).rglob(kind)]):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

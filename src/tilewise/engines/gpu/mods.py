@@ -26,17 +26,28 @@ _functions: dict[Any, tuple[Generated | None]] = {}
 def mask_of(p: Problem) -> Generated | None:
     """Exact whatever the inputs' type: a rounding may change what is allowed."""
     make = lambda call: generated("mask", mask_source(_writer(call.program, call, extents_of(p), True, False)))
-    return None if p.mask is None else _function("mask", p.mask, p, make)
+    return None if p.mask is None else function_of("mask", p.mask, p, make)
 
 
 def score_of(p: Problem, split_index: bool = False) -> Generated | None:
     """None where the score is q.k times a constant, which can be applied last. split_index: q and kv are passed as sums of two terms
     (row_index and column_index in gluon/kernels/primitives.py)."""
-    _, call, _ = _inner(p)
-    if call is None or call.program.instructions[call.program.results[0]].op == "score":
-        return None if _overall_scale(p) >= SMALLEST_SCALE else UNCHANGED
+    call = inner_score(p)
+    if call is None:
+        return UNCHANGED if has_score(p) else None
     make = lambda call: _scored("score_mod", score_source, call.program, call, p, split_index)
-    return _function(f"score {split_index}", call, p, make)
+    return function_of(f"score {split_index}", call, p, make)
+
+
+def has_score(p: Problem) -> bool:
+    """Whether there is something to compute before q.k is multiplied into base 2: a score function, or a scale that has to be applied first."""
+    return inner_score(p) is not None or _overall_scale(p) < SMALLEST_SCALE
+
+
+def inner_score(p: Problem) -> BoundProgram | None:
+    """The score function without the numbers it multiplies by first and last; None where nothing else is left of it."""
+    _, call, _ = _inner(p)
+    return None if call is None or call.program.instructions[call.program.results[0]].op == "score" else call
 
 
 def dscore_of(p: Problem, split_index: bool = False) -> Generated | None:
@@ -52,7 +63,7 @@ def dscore_of(p: Problem, split_index: bool = False) -> Generated | None:
         program = derive(call.program, frozenset()).program
         return _scored("dscore", dscore_source, program, call, p, split_index)
 
-    return _function(f"dscore {by_scale} {split_index}", call, p, make)
+    return function_of(f"dscore {by_scale} {split_index}", call, p, make)
 
 
 def only_adds(program: Program) -> bool:
@@ -92,7 +103,7 @@ def scales(p: Problem) -> tuple[float, float, float]:
     """Of q.k before the score function; of what it returns, into base 2; of sums over dS, into dQ and dK. Without a score function q.k is
     multiplied once, on its way into base 2, where that costs nothing."""
     factor, _, gain = _inner(p)
-    into_base_2 = _overall_scale(p) if score_of(p) is None else gain
+    into_base_2 = gain if has_score(p) else _overall_scale(p)
     return float(p.scale * factor), float(into_base_2 * LOG2E), float(_overall_scale(p))
 
 
@@ -117,10 +128,10 @@ def _shares_of(p: Problem, wanted: frozenset[int], entry: str, source: Callable[
         return generated(entry, source(_writer(derivative.program, call, extents_of(p), p.dtype == torch.float32, False), derivative))
 
     _, call, _ = _inner(p)
-    return None if call is None or not wanted else _function(f"{entry} {sorted(wanted)}", call, p, make)
+    return None if call is None or not wanted else function_of(f"{entry} {sorted(wanted)}", call, p, make)
 
 
-def _function(kind: str, call: BoundProgram, p: Problem, make: Callable[[BoundProgram], Generated | None]) -> Generated | None:
+def function_of(kind: str, call: BoundProgram, p: Problem, make: Callable[[BoundProgram], Generated | None]) -> Generated | None:
     """What is generated depends on the program, and on what its integers and the lengths let the bounds prove."""
     places = tuple((t.shape, t.stride()) for t in call.captures)
     key = (kind, call.program.text, call.ints, places, extents_of(p), p.dtype == torch.float32)

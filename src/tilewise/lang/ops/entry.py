@@ -13,7 +13,7 @@ special   the emitters' SPECIAL tables may write it in another way, by what is k
 A rule that differs for some types stands beside the general one: bounds_of_floats, triton_of_integers, cpp_of_bools, and so on.
 
 Functions that a text calls are those of engines/gpu/kernels/primitives.py (imported by the header in engines/gpu/generated.py) and of
-engines/cpp/kernel/program.h.
+engines/cxx/operations.h.
 """
 
 from collections.abc import Callable

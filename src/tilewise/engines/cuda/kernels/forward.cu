@@ -1,9 +1,10 @@
 // Attention forward for Hopper (sm_90a): one producer warpgroup, of which one thread drives TMA, and WGS consumer warpgroups of 64 query rows each.
 //
-//   S = Q K^T, P = 2^(S c - shift), 0 where the mask forbids, O = P V / rowsum(P), lse = ln 2 (shift + log2 rowsum(P)); c = scale * log2 e.
-//   A sink is one more weight in the sum, 2^(sink log2 e - shift).
+//   S = score(Q K^T), P = 2^(S c - shift), 0 where the mask forbids, O = P V / rowsum(P), lse = ln 2 (shift + log2 rowsum(P)); c = scale * log2 e.
+//   Dropout makes some of P 0 after they were summed. A sink is one more weight in the sum, 2^(sink log2 e - shift).
 //
-// The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, FP16, SINKS, the struct Args, and two functions,
+// The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, FP16, SINKS, SCORED,
+// ANCHORED, DROPOUT, the struct Args, a struct Score (emit.py) if SCORED, and two functions,
 //   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)        64 x BN x 16, both operands in shared memory as they lie
 //   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)  64 x DV x 16, P in registers, V as it lies
 //
@@ -16,6 +17,7 @@
 //  - Anchored softmax. A row's maximum is looked for in its first key tile alone (and in masked ones). Later tiles keep that shift: their weights may exceed
 //    those of the first, for which there is room, since weights begin at 2^-ROOM; the sums, which are needed anyway, tell when a row gets out of hand, and
 //    it is brought back (`recenter`). That spares a maximum an element, its exchange among threads and the rescaling of O: a quarter of a step's instructions.
+//    Scores may rise as they like, so with them (unless they cannot) every step looks for maxima: ANCHORED is 0.
 //  - P is packed to 16 bits after the wait for P V: its registers are read until then.
 //  - Warpgroups take turns at issuing products, so that the softmax of one runs under the products of another.
 //  - A wait for an mbarrier ends a basic block. One stands between the softmax and the wait for P V, or ptxas hoists that wait above the exponentials.
@@ -24,7 +26,7 @@
 // A row that is not finite in the end (a NaN at a masked key, weights beyond float32) gets an lse of NaN: the fix-up that follows computes it again.
 
 #define BM (64 * WGS)
-#define NS (BN / 2)                                             // a thread's scores
+#define PLACED (SCORED || DROPOUT)                              // consumers have to know which keys they see
 #define NO (DV / 2)                                             // a thread's outputs
 #define K_CHUNKS ((D + 63) / 64)
 #define V_CHUNKS ((DV + 63) / 64)
@@ -44,6 +46,7 @@ struct Shared {                                                 // offsets from 
     static const u32 q = 0, k = tile_q, v = k + K_STAGES * tile_k, bars = v + V_STAGES * tile_v;
     static const u32 k_full = bars, v_full = bars + 32, k_empty = bars + 64, v_empty = bars + 96, q_full = bars + 128, q_empty = bars + 136;
     static const u32 message = bars + 144;                      // what q_full announces: an Item's first five numbers
+    static const u32 first_key = bars + 176;                    // what k_full announces, by stage
 };
 
 // ---- tiles -------------------------------------------------------------------------------------------------------------
@@ -156,6 +159,7 @@ DEV void produce(const Args& a, u32 base) {
                 key = (x.steps - 1 - j) * BN;                   // from the last: only that one can be cut by the end
 #endif
                 bar_wait(base + Shared::k_empty + 8 * s, (i / K_STAGES & 1) ^ 1);
+                if (PLACED) put_shared(base + Shared::first_key + 4 * s, key);
                 load_keys<K_CHUNKS>(base + Shared::k + s * Shared::tile_k, a.k, base + Shared::k_full + 8 * s, key, x);
             }
             if (j == 0) announce(a, base, round, x);
@@ -211,17 +215,47 @@ struct Rows {
     u32 p[NS / 2];                                              // P of the key tile before
     float shift[2], sum[2];                                     // of each row; of this thread's columns
     bool anchored;                                              // all rows of this warp have seen a key: their shifts are set
+#if SCORED
+    Score score;
+#endif
+#if DROPOUT
+    u32 seed[2], counter[3];                                    // of Philox: key; row, head and batch
+#endif
 
     DEV u32 q() const { return base + Shared::q + wg * (64 * 128); }
     DEV void wait_k(u32 it) const { bar_wait(base + Shared::k_full + 8 * (it % K_STAGES), it / K_STAGES & 1); }
     DEV void wait_v(u32 it) const { bar_wait(base + Shared::v_full + 8 * (it % V_STAGES), it / V_STAGES & 1); }
     DEV void begin_turn() const { turn_wait(1 + wg); }
     DEV void end_turn() const { turn_give(wg == WGS - 1 ? 1 : 2 + wg); }
+    DEV int first_key(u32 it) const { return PLACED ? uniform(get_shared(base + Shared::first_key + 4 * (it % K_STAGES))) : 0; }
     DEV void release_q() const { if (threadIdx.x % 32 == 0) bar_arrive(base + Shared::q_empty); }
 
     DEV void pack_p() {
 #pragma unroll
         for (int i = 0; i < NS / 2; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+    }
+
+    DEV void apply_score(const Args& a, int key) {
+#if SCORED
+        score.apply(a, s, key + 2 * (int)(threadIdx.x & 3), key + BN <= a.n_kv);
+#endif
+    }
+
+    // Weights that dropout drops become 0 (engines/dropout.py). A counter gives 16 bits for each of the eight elements that a thread has of a 16 x 16 square.
+    DEV void drop(const Args& a, int key) {
+#if DROPOUT
+#pragma unroll
+        for (int j = 0; j < BN / 16; j++) {
+            u32 w[4] = {(u32)(key / 16 + j) * 4 + (threadIdx.x & 3), counter[0], counter[1], counter[2]};
+            philox(w, seed[0], seed[1]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {                       // s[8 j + i]: column 16 j + 8 (i / 4) + 2 c + i % 2, row i / 2 % 2
+                u32 word = w[i / 2 % 2 * 2 + i / 4], half_word = i % 2 ? word >> 16 : word & 0xffff;
+                s[8 * j + i] = (int)half_word >= a.threshold ? s[8 * j + i] : 0.0f;
+            }
+        }
+        pin(s);                                                 // or all this is done after the wait for P V (ptxas moves some of it there all the same)
+#endif
     }
 
     // Scores become weights; their sums, in two chains a row, so that additions need not wait for one another.
@@ -255,7 +289,7 @@ struct Rows {
         weigh(total);
         sum[0] = sum[0] * decay[0] + total[0];
         sum[1] = sum[1] * decay[1] + total[1];
-        if (MAPPED) anchored = !__any_sync(0xffffffff, fminf(shift[0], shift[1]) == UNSET);
+        if (MAPPED && ANCHORED) anchored = !__any_sync(0xffffffff, fminf(shift[0], shift[1]) == UNSET);
     }
 
 #if MAPPED
@@ -285,18 +319,21 @@ struct Rows {
         float decay[2];
         wait_k(it);
         issue_qk(s, q(), base + Shared::k + ks * Shared::tile_k);
+        int key = first_key(it);
         mma_wait<0>();
         pin(s);
         release(base + Shared::k_empty + 8 * ks);
         if (steps == 1) release_q();
         shift[0] = shift[1] = UNSET;
         sum[0] = sum[1] = 0.0f;
+        apply_score(a, key);
 #if MAPPED
         apply_bits(words);
 #else
         if (a.n_kv % BN) cut_keys(a.n_kv % BN);
 #endif
         weigh_carefully(decay);
+        drop(a, key);
         pack_p();
 #pragma unroll
         for (int i = 0; i < NO; i++) o[i] = 0.0f;
@@ -311,20 +348,26 @@ struct Rows {
         wait_v(it - 1);
         issue_pv(o, p, base + Shared::v + vs * Shared::tile_v);
         end_turn();
+        int key = first_key(it);
         mma_wait<1>();
         pin(s);
         release(base + Shared::k_empty + 8 * ks);
         if (is_last) release_q();                               // the next Q loads under the last softmax
-        bool careful = MAPPED && (is_masked || !anchored);
+        apply_score(a, key);
+        bool careful = !ANCHORED || (MAPPED && (is_masked || !anchored));
         float decay[2], total[2];
-#if MAPPED
         if (careful) {
-            apply_bits(words);
-            load_bits(words, a, next_block, next_masked);       // a step ahead: memory may take longer to answer than products take
-            weigh_carefully(decay);
-        } else
+#if MAPPED
+            if (!SCORED || is_masked) {
+                apply_bits(words);
+                load_bits(words, a, next_block, next_masked);   // a step ahead: memory may take longer to answer than products take
+            }
 #endif
+            weigh_carefully(decay);
+        } else {
             weigh(total);
+        }
+        drop(a, key);
         if (!is_last) wait_k(it + 1);
         mma_wait<0>();
         pin(o);
@@ -392,7 +435,7 @@ struct Rows {
 #pragma unroll
             for (int i = 0; i < NO / 2; i++) zero = fmaf(o[i / 2 * 4 + 2 * h + i % 2], 0.0f, zero);
             float total = quad_sum(sum[h] + zero);
-            float nothing = total == 0.0f && shift[h] == UNSET ? -INF : NOT_A_NUMBER, decay = 1.0f;
+            float nothing = total == 0.0f && shift[h] == UNSET ? -INF : QUIET_NAN, decay = 1.0f;
             if (SINKS) {
                 float now = fmaxf(shift[h], sink);
                 decay = exp2_of(shift[h] - now);
@@ -401,12 +444,15 @@ struct Rows {
             }
             bool sound = total > 0.0f && total < INF;
             float factor = sound ? decay / total : 0.0f;
+#if DROPOUT
+            factor *= a.keep_scale;
+#endif
             int at = tile * BM + row + 8 * h;
             if ((threadIdx.x & 3) == 0 && at < a.n_q) {
                 a.lse[(size_t)bh * a.n_q + at] = sound ? (shift[h] + log2_of(total)) * LN2 : nothing;
-                a.max_score[(size_t)bh * a.n_q + at] = NOT_A_NUMBER;   // nobody looked for it
+                a.max_score[(size_t)bh * a.n_q + at] = QUIET_NAN;   // nobody looked for it
             }
-            char* line = (char*)a.out + 2 * (bh / a.n_heads * a.s_out[0] + bh % a.n_heads * a.s_out[1] + at * a.s_out[2]);
+            char* line = (char*)a.out + 2 * (bh / a.n_heads * a.s_out_0 + bh % a.n_heads * a.s_out_1 + at * a.s_out_2);
 #pragma unroll
             for (int i = 0; i < (DV + 31) / 32; i++) {
                 u32 w[4];
@@ -424,6 +470,9 @@ struct Rows {
 
     DEV void run(const Args& a) {
         if (wg == WGS - 1) end_turn();                          // warpgroup 0 begins
+#if DROPOUT
+        seed[0] = uniform((int)*a.seed), seed[1] = uniform((int)(*a.seed >> 32));
+#endif
         u32 it = 0;                                             // key tiles so far
         for (round = 0;; round++) {
             bar_wait(base + Shared::q_full, round & 1);
@@ -432,6 +481,12 @@ struct Rows {
             if (steps < 0) break;
             int bh = uniform(get_shared(from)), tile = uniform(get_shared(from + 4)), masked = 0, block = 0;
             u32 words[2] = {0, 0};
+#if SCORED
+            score.begin(a, bh / a.n_heads, bh % a.n_heads, tile * BM + row);
+#endif
+#if DROPOUT
+            counter[0] = (tile * BM + row) / 16 * 8 + row % 8, counter[1] = bh % a.n_heads, counter[2] = bh / a.n_heads;
+#endif
 #if MAPPED
             masked = uniform(get_shared(from + 12));
             block = uniform(get_shared(from + 16));

@@ -7,7 +7,7 @@ typedef unsigned long long u64;
 
 #define DEV __device__ __forceinline__
 #define INF __int_as_float(0x7f800000)
-#define NOT_A_NUMBER __int_as_float(0x7fffffff)
+#define QUIET_NAN __int_as_float(0x7fffffff)
 #define LN2 0.6931471805599453f
 #define LOG2E 1.4426950408889634f
 
@@ -114,4 +114,15 @@ DEV float quad_max(float x) {                                    // over the fou
 DEV float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// Philox-4x32-10: four words of a counter's four, by a key of two.
+DEV void philox(u32 (&c)[4], u32 key0, u32 key1) {
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        u64 x = (u64)c[0] * 0xd2511f53u, y = (u64)c[2] * 0xcd9e8d57u;
+        c[0] = (u32)(y >> 32) ^ c[1] ^ (key0 + round * 0x9e3779b9u);
+        c[2] = (u32)(x >> 32) ^ c[3] ^ (key1 + round * 0xbb67ae85u);
+        c[1] = (u32)y, c[3] = (u32)x;
+    }
 }

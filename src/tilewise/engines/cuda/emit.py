@@ -1,0 +1,162 @@
+"""A score function as CUDA C++: a struct that the forward asks for a thread's scores.
+
+A thread has two rows of a query tile, 8 apart, and of a key tile the columns 8 j + 2 c + e (forward.cu). What depends on neither is computed once for a
+query tile, with what depends on the row; what depends on the column once for both rows; only the rest for every element.
+The operations' own text is written by engines/cxx/writer.py. Python numbers and captures are fields of the kernel's arguments.
+
+A key's place is kv0 + c: kv0 is the thread's own, c a constant once the loop is unrolled. Sums that hold it are split in two: a float made of it then costs
+one addition of a constant, instead of an integer's and a conversion, and the address of a load none at all.
+"""
+
+from collections.abc import Mapping
+
+from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.cxx.writer import SPECIAL, TYPE, CxxWriter, Special
+from tilewise.lang import BoundProgram
+
+ONCE, ROW, COLUMN, ELEMENT = range(4)  # where a value is computed
+ARGUMENTS = ("int", "float", "literal")  # values that are written wherever they are used
+EXACT = 2**24  # float32 holds every integer up to here
+TILE = 1024  # more than a key's place in its tile
+
+
+class Writer(CxxWriter):
+    """Sorts statements by where they are computed."""
+
+    def __init__(self, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...]) -> None:
+        self.levels: list[int] = []
+        self.texts: list[str] = []  # how values are called
+        self.fields: list[str] = []
+        self.statements: dict[int, list[str]] = {ONCE: [], ROW: [], COLUMN: [], ELEMENT: []}
+        super().__init__(call.program, call, extents, layouts)
+
+    def declare(self, k: int, dtype: str, text: str) -> None:
+        uses, type = self.program.dependencies[k], TYPE[dtype]
+        level = ELEMENT if "score" in uses or {"q", "kv"} <= uses else ROW if "q" in uses else COLUMN if "kv" in uses else ONCE
+        self.levels.append(level)
+        if self.program.instructions[k].op in ARGUMENTS:
+            self.texts.append(f"({type})({text})")
+        elif level in (ONCE, ROW):
+            self.texts.append(f"v{k}" if level == ONCE else f"v{k}[r]")
+            self.fields.append(f"{type} v{k};" if level == ONCE else f"{type} v{k}[2];")
+            self.statements[level].append(f"{self.texts[k]} = {text};")
+        else:
+            self.texts.append(f"v{k}")
+            self.statements[level].append(f"const {type} v{k} = {text};")
+
+    def value(self, k: int) -> str:
+        return self.texts[k]
+
+    def integer(self, n: int) -> str:
+        return f"a.i_{n}"
+
+    def floating(self, n: int) -> tuple[str, str]:
+        return "f32", f"a.f_{n}"
+
+    def place(self, n: int) -> str:
+        return f"a.s_{n}"
+
+    def element(self, slot: int, indices: tuple[int, ...]) -> str:
+        last = len(indices) - 1
+        if indices and self._is_contiguous(slot, last) and self._is_inside(slot, last, indices[last]):
+            parts = self._split_sum(indices[last])
+            if parts is not None:
+                before = [f"{self._offset(slot, d, k)} + " for d, k in enumerate(indices[:last])]
+                return f"fetch(a.p_{slot} + ({''.join(before)}{parts[0]}) + {parts[1]})"
+        return f"fetch(a.p_{slot} + ({self.address(slot, indices)}))"
+
+    @property
+    def special(self) -> Mapping[str, Special]:
+        return SPECIAL_OF_CUDA
+
+    # -- sums in two parts -------------------------------------------------------------------------------------------
+
+    def _cast(self, k: int, dtype: str) -> str:
+        parts = self._split_float(k) if dtype == "f32" else None
+        return super()._cast(k, dtype) if parts is None else f"((float){parts[0]} + (float){parts[1]})"
+
+    def _split_float(self, k: int) -> tuple[str, str] | None:
+        """The two parts of an integer that becomes a float; None where it is another, or might be rounded."""
+        return self._split_sum(k) if self.ranges[k].within(TILE - EXACT, EXACT - TILE) else None
+
+    def _split_sum(self, k: int) -> tuple[str, str] | None:
+        """The two parts of a sum of 32-bit integers, the second of them known to the compiler; None where no key's place is in it."""
+        if self.types[k] != "i32":
+            return None
+        terms = self._terms(k, "+", "i32")
+        signs = [sign for sign, n in terms if self._is_key(n)]
+        others = "".join([f" {sign} {self._cast(n, 'i32')}" for sign, n in terms if not self._is_key(n)])
+        kv0, c = ("".join([f" {sign} {name}" for sign in signs]) for name in ("kv0", "c"))
+        return (f"(0{kv0}{others})", f"(0{c})") if signs else None
+
+    def _is_key(self, k: int) -> bool:
+        op, _, attr, _ = self.program.instructions[k]
+        return op == "index" and attr == "kv"
+
+    # -- operations: see SPECIAL_OF_CUDA -----------------------------------------------------------------------------
+
+    def _div(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
+        """One division, not one for each element; scores of 16-bit inputs do not see the rounding."""
+        if computed == "f64" or self.program.dependencies[args[1]] & {"q", "kv", "score"}:
+            return f"{operands[0]} / {operands[1]}"
+        return f"{operands[0]} * (1.0f / {operands[1]})"
+
+    def _mul(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
+        """A number times a sum in two parts: n (x + c) as n x + n c, of which the second is part of an operation that adds."""
+        for a, n in (args, args[::-1]) if computed == "f32" else ():
+            op, inner, _, _ = self.program.instructions[a]
+            parts = self._split_float(inner[0] if op == "cast" and self.types[a] == "f32" else a)
+            if parts is not None and not self.program.dependencies[n] & {"q", "kv", "score"}:
+                number = self._cast(n, "f32")
+                return f"multiply_add((float){parts[1]}, {number}, (float){parts[0]} * {number})"
+        return f"{operands[0]} {'&' if computed == 'bool' else '*'} {operands[1]}"
+
+
+SPECIAL_OF_CUDA: dict[str, Special] = {**SPECIAL, "div": Writer._div, "mul": Writer._mul}  # type: ignore[dict-item]  # of this writer alone
+
+
+def score_source(inside: Writer, anywhere: Writer) -> str:
+    """The struct Score. `inside` may be used for key tiles that end before the sequence does, `anywhere` for all."""
+    both = inside.statements != anywhere.statements or inside.result(0, "f32") != anywhere.result(0, "f32")
+    lines = ['#line 1 "score"', "struct Score {", *_indent(anywhere.fields)]
+    lines += [
+        "    DEV void begin(const Args& a, i32 b, i32 h, i32 q0) {      // q0: the thread's first row",
+        *_indent(anywhere.statements[ONCE], 2),
+        "#pragma unroll",
+        "        for (int r = 0; r < 2; r++) {",
+        "            const i32 q = min(q0 + 8 * r, a.n_q - 1);",
+        *_indent(anywhere.statements[ROW], 3),
+        "        }",
+        "    }",
+        *(_apply("apply_inside", inside) if both else []),
+        *_apply("apply_anywhere", anywhere),
+        "    // q.k becomes the score. kv0: the thread's first key; is_inside: none of the tile's keys lies past the end.",
+        "    DEV void apply(const Args& a, float (&s)[NS], i32 kv0, bool is_inside) const {",
+        *(["        if (is_inside) apply_inside(a, s, kv0);", "        else apply_anywhere(a, s, kv0);"] if both else ["        apply_anywhere(a, s, kv0);"]),
+        "    }",
+        "};",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _apply(name: str, w: Writer) -> list[str]:
+    return [
+        f"    DEV void {name}(const Args& a, float (&s)[NS], i32 kv0) const {{",
+        "#pragma unroll",
+        "        for (int n = 0; n < NS / 2; n++) {",
+        "            const i32 c = n / 2 * 8 + n % 2, kv = kv0 + c;",
+        *_indent(w.statements[COLUMN], 3),
+        "#pragma unroll",
+        "            for (int r = 0; r < 2; r++) {",
+        "                const float score = s[n / 2 * 4 + 2 * r + n % 2] * a.score_scale;",
+        *_indent(w.statements[ELEMENT], 4),
+        f"                s[n / 2 * 4 + 2 * r + n % 2] = {w.result(0, 'f32')};",
+        "            }",
+        "        }",
+        "    }",
+    ]
+
+
+def _indent(lines: list[str], times: int = 1) -> list[str]:
+    return [f"{'    ' * times}{line}" for line in lines]

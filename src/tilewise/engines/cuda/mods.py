@@ -1,0 +1,44 @@
+"""The score function of a problem as CUDA C++, made once per structure."""
+
+import torch
+
+from tilewise.core.problem import Problem
+from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.cuda.emit import Writer, score_source
+from tilewise.engines.gpu.generated import Generated
+from tilewise.engines.gpu.mods import LARGEST_TILE, extents_of, function_of, has_score, inner_score, scales
+from tilewise.lang import BoundProgram
+from tilewise.lang.program import Tape, finish
+
+NARROW = 160.0  # in base 2: scores that differ by no more need no maximum but the first key tile's, after which weights have room up to 2^190
+UP_TO_ONE = ("tanh", "sigmoid", "sin", "cos", "erf")
+
+
+def score_of(p: Problem) -> Generated | None:
+    """None where the score is q.k times a constant, which can be applied last."""
+
+    def make(call: BoundProgram) -> Generated:
+        b, h, q, kv = extents_of(p)
+        return Generated("score", score_source(_writer(call, extents_of(p)), _writer(call, Extents(b, h, q, kv + LARGEST_TILE))))
+
+    return function_of("cuda score", _call(p), p, make) if has_score(p) else None
+
+
+def keeps_range(p: Problem) -> bool:
+    """Whether a score cannot rise far above any row's first ones. Weights in float16 have no room for that."""
+    program = _call(p).program
+    return p.dtype == torch.bfloat16 and program.instructions[program.results[0]].op in UP_TO_ONE and 2.0 * scales(p)[1] <= NARROW
+
+
+def _call(p: Problem) -> BoundProgram:
+    return inner_score(p) or _unchanged()
+
+
+def _unchanged() -> BoundProgram:
+    """Of problems whose scale must be applied first."""
+    tape = Tape()
+    return BoundProgram(finish(tape, (tape.score("f32"),), ()), ())
+
+
+def _writer(call: BoundProgram, extents: Extents) -> Writer:
+    return Writer(call, extents, tuple([Layout(t.dim() > 0 and t.stride(-1) == 1, t.numel() >= 2**31) for t in call.captures]))
