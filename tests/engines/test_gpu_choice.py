@@ -79,6 +79,7 @@ TABLE = [
     (H100, {**LARGE, "mask": masks.causal}, "cuda"),
     (H100, {"shape": (1, 16, 4096, 256)}, "cuda"),
     (H100, {**LARGE, "mask": masks.causal, "score": scores.softcap(30.0)}, "cuda"),
+    (H100, {**LARGE, "mask": masks.causal, "score": lambda s, b, h, q, kv: sum((s * n for n in range(2, 40)), s)}, "gluon"),
     (H100, SMALL, "fa2"),
     (H100, {**SMALL, "mask": masks.causal}, "triton"),
     (H100, DECODING, "fa2"),
