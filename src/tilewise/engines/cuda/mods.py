@@ -5,13 +5,13 @@ import torch
 from tilewise.core.problem import Problem
 from tilewise.engines.codegen import Extents, Layout
 from tilewise.engines.cuda.emit import Writer, score_source
+from tilewise.engines.cuda.refusals import UP_TO_ONE
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.mods import LARGEST_TILE, extents_of, function_of, has_score, inner_score, scales
 from tilewise.lang import BoundProgram
 from tilewise.lang.program import Tape, finish
 
 NARROW = 160.0  # in base 2: scores that differ by no more need no maximum but the first key tile's, after which weights have room up to 2^190
-UP_TO_ONE = ("tanh", "sigmoid", "sin", "cos", "erf")
 
 
 def score_of(p: Problem) -> Generated | None:

@@ -2,7 +2,9 @@
 
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.patches import grid_width
+from tilewise.lang import Program
 
+UP_TO_ONE = ("tanh", "sigmoid", "sin", "cos", "erf")  # functions whose values have a size of at most 1
 MOST_OPERATIONS = 64  # of a score, for every element: they are written out for each that a thread holds, and compilers take their time
 
 
@@ -17,3 +19,9 @@ def refuse_problem(p: Problem) -> str | None:
     if p.grid is not None and grid_width(p) is not None:
         return f"it takes tokens as they come, a grid of {tuple(p.grid.shape)} is read in patches"
     return None
+
+
+def is_plain_arithmetic(program: Program) -> bool:
+    """Whether a score reads no captured tensor by query and key, and calls no function that bounds it (softcap's tanh does)."""
+    loads = [step.op == "load" and "q" in uses and "kv" in uses for step, uses in zip(program.instructions, program.dependencies, strict=True)]
+    return not any(loads) and not any([step.op in UP_TO_ONE for step in program.instructions])
