@@ -81,6 +81,8 @@ TABLE = [
     (H100, {**LARGE, "mask": masks.causal, "score": scores.softcap(30.0)}, "cuda"),
     (H100, {**LARGE, "score": scores.relative_bias(torch.zeros(16, 129))}, "cuda"),
     (H100, {**LARGE, "mask": masks.causal, "score": scores.alibi(16)}, "gluon"),
+    (H100, {**LARGE, "mask": masks.document(torch.arange(4096) // 500)}, "gluon"),
+    (H100, {**LARGE, "mask": masks.document(torch.arange(4096) // 500), "dropout_p": 0.1, "seed": 1}, "cuda"),
     (H100, {**LARGE, "mask": masks.causal, "score": scores.alibi(16), "dropout_p": 0.1, "seed": 1}, "cuda"),
     (H100, {**LARGE, "mask": masks.causal, "score": lambda s, b, h, q, kv: sum((s * n for n in range(2, 40)), s)}, "gluon"),
     (H100, SMALL, "fa2"),

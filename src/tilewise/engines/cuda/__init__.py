@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
 from tilewise.engines.cuda import nvrtc
-from tilewise.engines.cuda.refusals import is_plain_arithmetic, refuse_problem
+from tilewise.engines.cuda.refusals import faster_elsewhere, refuse_problem
 from tilewise.engines.gluon import GluonEngine
 from tilewise.engines.gpu.engine import PassModule
 
@@ -24,9 +24,7 @@ class CudaEngine(GluonEngine):
         return super().refuse(problem) or refuse_problem(problem) or nvrtc.refusal()
 
     def defers(self, problem: Problem, others: tuple[Engine, ...]) -> str | None:
-        if problem.score is not None and problem.dropout_p == 0 and is_plain_arithmetic(problem.score.program):
-            return "a score of plain arithmetic, as ALiBi, is computed faster by 'gluon'"  # 610 TFLOP/s instead of 569
-        return super().defers(problem, others)
+        return (None if problem.dropout_p > 0 else faster_elsewhere(problem)) or super().defers(problem, others)
 
     def passes(self) -> PassModule:
         return _run()
