@@ -17,7 +17,7 @@ from tilewise.engines.gpu.device_map import is_made_on_device, rows_ahead
 
 def forward_launches(p: Problem) -> list[Candidates]:
     counter = torch.empty(1, dtype=torch.int32, device=p.device)
-    return [lambda: [launches.fwd_launch(p, launches.fwd_tensors(p, output_of(p), counter))], *launches_around_forward(p)]
+    return [lambda: [launches.fwd_launch(p, output_of(p), counter)], *launches_around_forward(p)]
 
 
 def launches_around_forward(p: Problem) -> list[Candidates]:

@@ -125,8 +125,8 @@ def tiles(axis: MapAxis) -> Source:
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
-def fwd_launch(p: Problem, tensors: Tensors) -> Launch:
-    config, width = forward_config(p), grid_width(p)
+def fwd_launch(p: Problem, output: Output, counter: Tensor) -> Launch:
+    config, width, tensors = forward_config(p), grid_width(p), fwd_tensors(p, output, counter)
     p = in_strips(p)
     schedule = hopper_schedule(p, query_axis(config))
     heads = p.batch * p.heads

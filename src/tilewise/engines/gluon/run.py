@@ -1,6 +1,6 @@
 """How a problem becomes launches of the Hopper kernels: a pass prepares them once, and runs them for every call like the first."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from tilewise.engines.gluon.tile_schedule import too_many_mask_bits
 from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks
 from tilewise.engines.gpu.driver import current_stream, is_capturing
-from tilewise.engines.gpu.launch import prepare
+from tilewise.engines.gpu.launch import Launch, prepare
 from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_key
 from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.run import BackwardTensors
 
+FwdLaunch = Callable[[Problem, Output, Tensor], Launch]  # of a problem, what it fills, and the work counter
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
@@ -41,10 +42,10 @@ def serves_forward(p: Problem) -> bool:
 class Forward(Pass):
     """Two launches: the forward, and its fix-up, which computes again the rows that the first found not finite."""
 
-    def __init__(self, p: Problem) -> None:
+    def __init__(self, p: Problem, fwd_launch: FwdLaunch = launches.fwd_launch) -> None:
         self._outputs = EmptyOutputs(p)
         output, _ = self._outputs(p.query)
-        self._fwd = prepare(launches.fwd_launch(p, launches.fwd_tensors(p, output, counter(p.device))), p.device)
+        self._fwd = prepare(fwd_launch(p, output, counter(p.device)), p.device)
         self._fixup = prepare(launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output)), p.device)
         self.device = self._fwd.device
 
