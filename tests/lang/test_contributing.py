@@ -8,7 +8,7 @@ import torch
 
 from tests.support.contributing import check_example, example_operation
 from tests.support.programs import assert_derives_as_autograd, grid, scores
-from tilewise.engines.cpp import emit as cpp
+from tilewise.engines.cxx import writer as cxx
 from tilewise.engines.cpp import missing
 from tilewise.engines.gpu import emit as gpu
 from tilewise.lang import trace_score
@@ -35,7 +35,7 @@ def test_engines_compute_the_example(engine: str) -> None:
 
 def test_entries_say_which_operations_the_emitters_write_themselves() -> None:
     special = {name for name, op in OPS.items() if op.special}
-    assert special == set(gpu.SPECIAL) | set(cpp.SPECIAL) | {"where", "cast"}  # these two convert their operands in a way of their own
+    assert special == set(gpu.SPECIAL) | set(cxx.SPECIAL) | {"where", "cast"}  # these two convert their operands in a way of their own
     assert {name for name, op in OPS.items() if op.triton is None or op.cpp is None} <= special
 
 
