@@ -8,8 +8,8 @@ import torch
 
 from tests.support.contributing import check_example, example_operation
 from tests.support.programs import assert_derives_as_autograd, grid, scores
-from tilewise.engines.cxx import writer as cxx
 from tilewise.engines.cpp import missing
+from tilewise.engines.cxx import writer as cxx
 from tilewise.engines.gpu import emit as gpu
 from tilewise.lang import trace_score
 from tilewise.lang.ops import OPS
