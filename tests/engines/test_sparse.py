@@ -270,3 +270,14 @@ BAD: dict[str, Any] = {
 def test_what_is_refused(name: str) -> None:
     with pytest.raises(InputError):
         BAD[name]()
+
+
+@pytest.mark.parametrize("engine", ["reference", "blocked", "cpp"])
+def test_a_mask_on_lists_follows_its_tensors(engine: str) -> None:
+    query, key, value = torch.randn(3, 1, 1, 256, 32)
+    document = torch.zeros(256, dtype=torch.int64)
+    mask = lambda b, h, q, kv: document[q] == document[kv]
+    lists = tw.TileMap.from_lists(torch.arange(4).expand(1, 1, 4, 4).contiguous(), q_len=256, kv_len=256, tile=(64, 64), mask=mask)
+    for contents in (torch.zeros(256), torch.arange(256) // 40):
+        document.copy_(contents)
+        torch.testing.assert_close(tw.attention(query, key, value, mask=lists, backend=engine), tw.attention(query, key, value, mask=mask, backend="reference"))

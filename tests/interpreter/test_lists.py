@@ -286,3 +286,14 @@ def test_masks_on_top_of_very_many_tiles_are_left_to_the_triton_engine(monkeypat
     assert not hopper.too_many_mask_bits(p) and not hopper.too_many_mask_bits(p, by_keys=True)
     monkeypatch.setattr(hopper, "MAX_ELEMENTS", 8 * 4 * 128 * 16)
     assert not hopper.too_many_mask_bits(p) and hopper.too_many_mask_bits(p, by_keys=True)
+
+
+def test_a_mask_on_lists_and_by_itself_are_two_maps() -> None:
+    """With lists of tiles as large as base tiles, both are of the same contents and sizes."""
+    query, key, value = torch.randn(3, 1, 1, 64, 32)
+    document = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
+    mask = lambda b, h, q, kv: document[q] == document[kv]
+    wanted = tw.attention(query, key, value, mask=mask, backend="reference")
+    lists = TileMap.from_lists(torch.arange(4).expand(1, 1, 4, 4).contiguous(), q_len=64, kv_len=64, tile=(16, 16), mask=mask)
+    for either in (lists, mask):
+        torch.testing.assert_close(tw.attention(query, key, value, mask=either, backend="triton"), wanted)

@@ -131,3 +131,19 @@ print(Counts.built, Counts.loaded)
 """
     said = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
     assert said == [["1", "0"], ["0", "1"]] or said == [["0", "1"], ["0", "1"]]  # another test may have built it
+
+
+@pytest.mark.parametrize(
+    ("asked", "forward"),
+    [
+        ({"mask": masks.causal}, "cuda_fwd"),
+        ({"mask": masks.causal, "score": scores.alibi(4)}, "hopper_fwd"),
+        ({"mask": masks.document(torch.arange(512) // 100)}, "hopper_fwd"),
+        ({"mask": masks.causal, "score": scores.alibi(4), "dropout_p": 0.1, "seed": 1}, "cuda_fwd"),
+    ],
+)
+def test_the_forward_that_serves_is_the_one_that_is_built(asked: dict[str, Any], forward: str) -> None:
+    from tilewise.tools.build import _hopper_forward
+
+    built = {launch.kernel for make in _hopper_forward(problem(64, **asked)) for launch in make()}
+    assert built & {"cuda_fwd", "hopper_fwd"} == {forward}

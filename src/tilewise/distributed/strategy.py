@@ -108,8 +108,8 @@ class Layout:
         return float((self.compute + self.network + self.node).max())
 
     def stages(self, device_type: str) -> int:
-        """Two where the network takes longer than computing in two stages costs. Inside a node there is little to hide, and on a CPU nobody to hide it."""
-        return 2 if device_type == "cuda" and self.network_s > (STAGED - 1) * self.compute_s else 1
+        """Two where keys take longer to cross the network than computing in two stages costs. Inside a node there is little to hide."""
+        return 2 if device_type == "cuda" and float((self.network - self.before).max()) > (STAGED - 1) * self.compute_s else 1
 
     @property
     def name(self) -> str:

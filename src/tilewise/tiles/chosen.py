@@ -19,6 +19,7 @@ from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
 from tilewise.tiles.runs import Runs, from_sets
 
 MOST_TILES = 2**27  # of a map: a byte each, and in schedules up to eight. Larger maps are made of runs
+MOST_TILES_ON_CPU = 2**22  # where nothing waits, and runs of a sparse map are smaller
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,11 @@ class FoundRuns:
     def runs(self) -> tuple[Runs, ...]:
         """Of partial and of full tiles."""
         g, states = self.geometry, self._chosen.states
-        own = mask_geometry(self._mask, g) if self._chosen.sharpens and self._mask is not None else None
+        mask = self._mask if self._chosen.sharpens else None
+        own = None if mask is None or mask.captures else mask_geometry(mask, g)  # what a captured tensor holds may change; partial stays right
         if own is not None and g.total > 0 and can_be_looked_at(states):
-            assert self._mask is not None
-            partial, full = (runs.to(states.device).dense(own.kv_tiles).to(torch.uint8) for runs in build(self._mask, own, states.device))
+            assert mask is not None
+            partial, full = (runs.to(states.device).dense(own.kv_tiles).to(torch.uint8) for runs in build(mask, own, states.device))
             states = sharpened(states, own, partial * PARTIAL + full * FULL)
         rows = states.reshape(g.rows, g.kv_tiles)
         return from_sets(torch.stack([rows == PARTIAL, rows == FULL]))

@@ -11,7 +11,7 @@ from tilewise.lang import BoundProgram
 from tilewise.masks import Mask, MaskFunction, as_mask
 from tilewise.memory import can_be_looked_at
 from tilewise.tiles.build import build
-from tilewise.tiles.chosen import MOST_TILES, ChosenTiles, lazy_runs, mark, mask_geometry, nothing_chosen, tiles_of
+from tilewise.tiles.chosen import MOST_TILES, MOST_TILES_ON_CPU, ChosenTiles, lazy_runs, mark, mask_geometry, nothing_chosen, tiles_of
 from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
 from tilewise.tiles.runs import Runs, trimmed
 
@@ -42,7 +42,7 @@ def of_lists(
     if known is not None and 0 not in (q_len, kv_len):
         known.check_sizes({"q": q_len, "kv": kv_len})
     call, name = (None, "lists") if known is None else (known.traced(), f"lists & {known.name}")
-    if geometry.total > MOST_TILES:
+    if geometry.total > (MOST_TILES_ON_CPU if indices.is_cpu else MOST_TILES):
         return Listed(geometry, *_runs_of_lists(indices, counts, always, call, geometry), call, name, None)
     chosen = _chosen(indices, counts, always, geometry, has_mask=call is not None)
     return Listed(geometry, *lazy_runs(geometry, chosen, call), call, name, chosen)
@@ -100,8 +100,8 @@ def _runs_of_lists(
 
 
 def _sharpened(indices: Tensor, call: BoundProgram, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """The listed tiles that are partial and those that are full, by the mask's own map."""
-    own = mask_geometry(call, geometry)
+    """The listed tiles that are partial and those that are full, by the mask's own map. What a captured tensor holds may change: then all stay partial."""
+    own = None if call.captures else mask_geometry(call, geometry)
     if own is None or not can_be_looked_at(indices):
         return indices, indices[..., :0]
     partial, full = (runs.to(indices.device).dense(own.kv_tiles).to(torch.uint8) for runs in build(call, own, indices.device))

@@ -134,10 +134,10 @@ def _launches(problem: Problem, arch: int, backward: bool) -> list[Callable[[], 
 def _hopper_forward(problem: Problem) -> list[Callable[[], Any]]:
     from tilewise.engines.cuda import aot as cuda
     from tilewise.engines.cuda import nvrtc
-    from tilewise.engines.cuda.refusals import refuse_problem
+    from tilewise.engines.cuda.refusals import faster_elsewhere, refuse_problem
     from tilewise.engines.gluon import aot as gluon
 
-    if refuse_problem(problem) is None and nvrtc.refusal() is None:
+    if (problem.dropout_p > 0 or faster_elsewhere(problem) is None) and refuse_problem(problem) is None and nvrtc.refusal() is None:
         return cuda.forward_launches(_in_order(problem, "cuda"))
     return gluon.forward_launches(_in_order(problem, "gluon"))
 

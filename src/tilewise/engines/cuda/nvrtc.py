@@ -15,7 +15,7 @@ import torch
 OLDEST = (12, 3)  # compiles setmaxnreg and multicast for sm_90a
 MAJORS = (13, 12)
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device", "--ptxas-options=-v")  # the last: registers and spills are told in the log
-MISSING = "NVRTC, the compiler of CUDA C++, was not found; torch's CUDA builds bring it (pip install nvidia-cuda-nvrtc)"
+MISSING = "NVRTC, the compiler of CUDA C++, was not found; torch's CUDA builds bring it (or pip install nvidia-cuda-nvrtc, nvidia-cuda-nvrtc-cu12 for CUDA 12)"
 
 
 class CompileError(RuntimeError):

@@ -370,7 +370,8 @@ def _chosen_states(p: Problem, made: DeviceMap) -> Tensor:
     made.borrow(chosen)
     if own is None:
         return made.keep(_by_head(chosen.states))
-    bare, form = p.replaced(tiles=None), MapForm(own.batch, own.heads, own.q_len, own.kv_len, own.tile)
+    form = MapForm(own.batch, own.heads, own.q_len, own.kv_len, own.tile, PARTIAL, PARTIAL | FULL)  # base states of tiles as large are another map's
+    bare = p.replaced(tiles=None)
     found = device_maps.find(bare, form, lambda looked: looked.keep(_looked_at(bare, own)), 0)
     return made.keep(_by_head(sharpened(chosen.states, own, found.states())))
 
