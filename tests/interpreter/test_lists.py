@@ -91,17 +91,19 @@ def test_schedules_are_those_of_the_lists(length: tuple[int, int], tile: tuple[i
 @pytest.mark.parametrize("tile", [(64, 64), (128, 64), (64, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_on_top_leaves_out_what_it_forbids(name: str, tile: tuple[int, int]) -> None:
-    """Tiles that it cuts are partial, tiles that it allows altogether are full, whoever asks: kernels, or whoever looks at the map."""
+    """Tiles that it cuts are partial to kernels, tiles that it allows altogether are full."""
     length = (300, 390)
-    found = chosen_map(random_lists(2, 3, length, tile, 3, 0), length, tile, mask=MASKS[name])
-    p = problem(found, 2, 3, *length, "cpu")
-    check(query_schedule(p, tile), found.dense(), length[1] % tile[1] != 0)
-    check(key_schedule(p, tile), found.dense().transpose(2, 3), length[0] % tile[0] != 0)
+    lists = random_lists(2, 3, length, tile, 3, 0)
+    found, listed = chosen_map(lists, length, tile, mask=MASKS[name]), chosen_map(lists, length, tile)
+    states = listed.dense()
     if name != "none":
-        listed = chosen_map(random_lists(2, 3, length, tile, 3, 0), length, tile)
-        allowed = dense_mask(MASKS[name], 2, 3, *length)
-        assert torch.equal(elements(found, 2, 3), elements(listed, 2, 3) & allowed)
-        assert found.computed_tiles < listed.computed_tiles
+        whole = tw.tile_map(MASKS[name], batch=2, heads=3, q_len=length[0], kv_len=length[1], tile=tile).dense()
+        states = torch.where(states != EMPTY, whole, EMPTY)
+        assert torch.equal(elements(found, 2, 3), elements(listed, 2, 3) & dense_mask(MASKS[name], 2, 3, *length))
+        assert int((states != EMPTY).sum()) < listed.computed_tiles
+    p = problem(found, 2, 3, *length, "cpu")
+    check(query_schedule(p, tile), states, length[1] % tile[1] != 0)
+    check(key_schedule(p, tile), states.transpose(2, 3), length[0] % tile[0] != 0)
 
 
 def test_lists_for_all_heads_under_masks_that_differ_stay_partial(monkeypatch: pytest.MonkeyPatch) -> None:
