@@ -34,7 +34,7 @@ LAYERS = {
     "engines.blocked": "tiles of plain torch operations",
     "engines.native": "torch's SDPA",
     "engines.cpp": "generated C++",
-    "engines.gpu": "what both GPU engines share: code generation, compiler, launches, tuning, tile schedules, device functions",
+    "engines.gpu": "what the GPU engines share: code generation, compiler, launches, tuning, tile schedules, device functions",
     "engines.fa2": "torch's FlashAttention-2 kernel",
     "engines.triton": "portable fused kernels",
     "engines.gluon": "Hopper kernels: TMA, wgmma, warp specialisation",

@@ -1,4 +1,4 @@
-"""Hopper's forward in CUDA C++: what the Gluon engine does, faster, for the problems its kernel serves so far. The backward is the Gluon engine's.
+"""Hopper's forward in CUDA C++: what the Gluon engine does, faster for most problems. The backward is the Gluon engine's.
 
 NVRTC, which compiles the kernel, and Triton, which compiles the rest, are loaded when the engine first serves a call.
 """

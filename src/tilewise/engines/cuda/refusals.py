@@ -1,4 +1,4 @@
-"""Which problems that the Gluon engine serves the CUDA forward cannot, and why."""
+"""Which problems that the Gluon engine serves the CUDA forward cannot serve, or should leave to it, and why."""
 
 from tilewise.core.problem import Problem
 from tilewise.engines.gluon.patches import grid_width

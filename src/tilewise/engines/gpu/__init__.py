@@ -1,1 +1,1 @@
-"""What both GPU engines are made of: code generation, compiling, launching, tuning, tile schedules, shared device functions (`kernels`)."""
+"""What the GPU engines are made of: code generation, compiling, launching, tuning, tile schedules, shared device functions (`kernels`)."""

@@ -1,1 +1,1 @@
-"""Device functions that the kernels of both GPU engines call, and the kernel that classifies tiles."""
+"""Device functions that the kernels of the GPU engines call, and the kernel that classifies tiles."""
