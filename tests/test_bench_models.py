@@ -215,6 +215,8 @@ def test_implementations_are_known_to_their_clients() -> None:
 MISTAKES = {
     "bench model nothing": (1, "there is no model 'nothing'; there are llama,"),
     "bench model llama --impl slow": (1, "there is no implementation 'slow'; there are eager,"),
+    "bench model llama --mode fast": (1, "llama has no mode 'fast'; it has step and inference"),
+    "bench model generate-compiled --mode step": (1, "generate-compiled has no mode 'step'; it has inference"),
     "bench model llama --impl native": (1, "nothing is left to measure of llama"),
     "bench model generate-compiled --device cpu": (1, "nothing is left to measure of generate-compiled on cpu"),
     "bench model llama --out bars.txt": (2, "no picture"),

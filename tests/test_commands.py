@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tilewise import __version__
 from tilewise.core import folders, store
@@ -273,6 +274,26 @@ def test_the_doctor_counts(damaged: int, said: str) -> None:
         store.path_of(f"{n:064x}").write_bytes(b"rubbish")
     (finding,) = doctor._store()
     assert said in finding.detail
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_doctor_advises_triton_to_who_has_a_gpu(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "NO_TRITON", "Triton is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert ("pip install" in doctor._triton().fix) == has_gpu
+
+
+def test_the_doctor_tells_where_nvrtc_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.engines.cuda import nvrtc
+
+    monkeypatch.setattr(nvrtc, "refusal", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 9))
+    monkeypatch.setattr(nvrtc, "found_at", lambda: "/opt/libnvrtc.so.12")
+    (found,) = [f for f in doctor._toolchain() if f.what == "NVRTC"]
+    assert (found.status, found.detail) == ("ok", "12.9, /opt/libnvrtc.so.12")
+    monkeypatch.setattr(nvrtc, "refusal", lambda: nvrtc.MISSING)
+    (found,) = [f for f in doctor._toolchain() if f.what == "NVRTC"]
+    assert found.status == "note" and "pip install nvidia-cuda-nvrtc" in found.detail
 
 
 def test_the_doctor_names_a_backend_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

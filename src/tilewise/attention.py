@@ -229,6 +229,7 @@ def run(
         engine, choice = must_choose(problem, request)
         by_contents = engine.looks_at_contents and engine.name != name and problem.mask is not None  # the next call's may differ
         cached = call_cache.keep(None if by_contents else call_key, problem, engine, choice, mask_name)
+        cached.plan.by_name = engine.name == name
     return execute(cached, problem, needs_lse)
 
 

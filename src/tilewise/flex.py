@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from tilewise.attention import run
+from tilewise.core.output import Output
 from tilewise.core.problem import Options
 from tilewise.errors import InputError, MisuseError, UnsupportedError
 from tilewise.frontend.block_mask import BLOCK, COVERS_ALL, BlockMask, noop_mask, sliced_mask_mod
+from tilewise.frontend.shared_sequence import scopes
 from tilewise.lang import INDICES, evaluate, trace_mask, trace_score
 from tilewise.masks import MaskFunction
 from tilewise.scores import ScoreFunction
@@ -189,7 +191,13 @@ def flex_attention(
             raise InputError(f"flex_attention takes (batch, heads, sequence, head dim) tensors, got {found}; tilewise.attention takes others")
     wanted = AuxRequest(lse=return_lse) if return_aux is None else return_aux
     options = Options(scale=scale, enable_gqa=enable_gqa, max_scores=wanted.max_scores)
-    output = run(query, key, value, mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores)
+    if len(scopes) > 0 and scopes[-1].holds(query, key, "bhsd", None):
+        if wanted.max_scores:
+            raise UnsupportedError("max_scores are not available for a sequence that several ranks share")
+        out, lse = scopes[-1].attention(query, key, value, block_mask, score_mod, options, "bhsd", None, None, True)
+        output = Output(out, lse, lse)
+    else:
+        output = run(query, key, value, mask_for(block_mask, query, key), score_mod, options, None, wanted.lse or wanted.max_scores)
     if return_lse:
         return output.out, output.lse
     if return_aux is None:

@@ -460,6 +460,8 @@ def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int
             "radial takes at least 1 frame, 1 token per frame, a decay above 0, a least reach of at least 1 and text of at least 0, "
             f"got {frames}, {tokens_per_frame}, {decay}, {least}, {text}"
         )
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"radial: device={str(device)!r}, but torch finds no GPU here")
     reach = torch.tensor([tokens_per_frame, *(radial_reach(distance, tokens_per_frame * decay, least) for distance in range(1, frames))], device=device)
     video = frames * tokens_per_frame
 

@@ -8,7 +8,9 @@ from torch import Tensor
 from tilewise.attention import packed_attention
 from tilewise.core.problem import Options
 from tilewise.errors import InputError
+from tilewise.frontend.kv_scales import kv_scales
 from tilewise.frontend.packing import Packed, check_offsets
+from tilewise.frontend.shared_sequence import scopes
 from tilewise.scores import ScoreFunction
 
 __all__ = ["varlen_attention"]
@@ -25,6 +27,8 @@ def varlen_attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -46,6 +50,8 @@ def varlen_attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -67,6 +73,8 @@ def varlen_attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -87,6 +95,8 @@ def varlen_attention(
     mask: Any = None,
     score: ScoreFunction | Sequence[ScoreFunction] | None = None,
     scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -122,8 +132,14 @@ def varlen_attention(
     check_offsets(kv_offsets, "cu_seqlens_k")
     if cu_seqlens_q.shape != kv_offsets.shape:
         raise InputError(f"cu_seqlens_q describes {cu_seqlens_q.shape[0] - 1} sequences, cu_seqlens_k {kv_offsets.shape[0] - 1}")
+    if len(scopes) > 0 and query.shape[0] == key.shape[0] == scopes[-1].local_length:
+        raise InputError(
+            f"inside tilewise.distributed.context the sequences that {query.shape[0]} local tokens belong to are the plan's mask (masks.document): "
+            "call tilewise.attention without a mask"
+        )
     packed = Packed(query, key, value, cu_seqlens_q, kv_offsets, ("cu_seqlens_q", "cu_seqlens_k"))
-    options = Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed)
+    scales = kv_scales(k_scale, v_scale, key.shape[1], query.device)
+    score, options = scales.applied(query.transpose(0, 1).unsqueeze(0), score, Options(scale, dropout_p, is_causal, enable_gqa, deterministic, seed))
     output = packed_attention(packed, mask, score, options, backend, return_lse)
-    out = output.out.squeeze(0).transpose(0, 1)
+    out = scales.of_output(output.out).squeeze(0).transpose(0, 1)
     return (out, output.lse.squeeze(0)) if return_lse else out

@@ -72,6 +72,7 @@ def model(
         return print_json(bench_model.models_as_json()) if as_json else console.print(*bench_model.tables_of_models())
     row = rows.find(name)
     rows.check([*(impl or []), *(skip or [])])
+    rows.check_modes(row, mode or [])
     lacking = rows.missing(row)
     if lacking is not None:
         raise InputError(lacking)

@@ -307,9 +307,12 @@ def test_heads_that_look_through_time_are_found() -> None:
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:
     made = WAN.make()
+    client.unregister()
     with pytest.raises(InputError) as raised:
         client.sparse(made, **options)
     assert said in str(raised.value) and not made._forward_pre_hooks
+    with pytest.raises(ValueError, match="tilewise"):  # nothing is left behind
+        client.backend_name()
 
 
 def test_other_models_and_calls() -> None:

@@ -18,7 +18,12 @@ from tests.support.cases import CASES, Case, Inputs, make
 from tests.support.error_rule import Results, check, finish
 from tilewise import distributed as twd
 from tilewise import masks
-from tilewise.errors import InputError
+from tilewise.distributed.exchange import KeyExchange, Stage
+from tilewise.distributed.team import GroupHandle
+from tilewise.errors import InputError, UnsupportedError
+from tilewise.flex import AuxRequest, create_block_mask, flex_attention
+from tilewise.functional import scaled_dot_product_attention
+from tilewise.varlen import varlen_attention
 
 # -- the shared cases, by the error rule -------------------------------------------------------------------------------
 
@@ -210,6 +215,17 @@ def check_uses() -> None:
             torch.testing.assert_close(tw.attention(shards[0], k, v, enable_gqa=True), tw.attention(shards[0], k, v, enable_gqa=True, backend="math"))
         with twd.context(plan[name]):
             torch.testing.assert_close(tw.attention(*shards, is_causal=True, enable_gqa=True), expected)
+            torch.testing.assert_close(scaled_dot_product_attention(*shards, is_causal=True, enable_gqa=True), expected)
+            out, lse = flex_attention(*shards, enable_gqa=True, return_lse=True)
+            torch.testing.assert_close(out, expected)
+            assert lse.shape == out.shape[:3]
+            with pytest.raises(InputError, match="the plan's mask is used"):  # of local tokens
+                flex_attention(*shards, block_mask=create_block_mask(mask, None, None, plan.local_length, plan.local_length, device="cpu"), enable_gqa=True)
+            with pytest.raises(UnsupportedError, match="max_scores"):
+                flex_attention(*shards, enable_gqa=True, return_aux=AuxRequest(max_scores=True))
+            packed = [t.transpose(1, 2).flatten(0, 1)[: plan.local_length] for t in shards]
+            with pytest.raises(InputError, match=r"masks\.document"):
+                varlen_attention(*packed, torch.tensor([0, plan.local_length]), enable_gqa=True)
     with twd.context(plan), pytest.raises(InputError, match="the plan's mask is used"):
         tw.attention(*shards, mask=masks.full, enable_gqa=True)
     with twd.context(plan), pytest.raises(InputError, match="several masks"):
@@ -266,19 +282,93 @@ def check_dropout_computed_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def check_on_a_gpu() -> None:
-    """Processes that share one GPU: streams and collectives of NCCL, beside one process."""
-    length = 3000
-    window = masks.causal & masks.sliding_window(500)
-    for mask, stages in ((masks.causal, 1), (window, 2), (masks.sliding_window(64) | masks.global_tokens(20), 1)):
-        whole = [t.to("cuda", torch.bfloat16).requires_grad_() for t in (t.detach() for t in Drawn(length).leaves[:3])]
-        grad = Drawn(length).grad_out.to("cuda", torch.bfloat16)
-        sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-        for way in ("needed", "gather", "heads"):
-            plan = twd.plan(mask, length=length, stages=stages, **sizes, **WAYS[way]())
-            assert plan.device.type == "cuda"
-            shards = [plan.shard(t.detach(), 2).requires_grad_() for t in whole]
-            twd.attention(*shards, plan=plan).backward(plan.shard(grad, 2))
-            expected = torch.autograd.grad(tw.attention(*whole, mask=mask, enable_gqa=True), whole, grad)
-            for found, exact in zip(shards, expected, strict=True):
-                torch.testing.assert_close(found.grad, plan.shard(exact, 2), rtol=3e-2, atol=3e-2)
+def check_on_a_gpu(kernels: str) -> None:
+    """Processes that share one GPU: kernels, streams and collectives, beside one process. `kernels`: "hopper" has them serve small problems, too."""
+    torch.cuda.set_device(0)
+    length, window = 3000, masks.causal & masks.sliding_window(500)
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels == "hopper":
+            patch.setattr("tilewise.engines.gluon.WORTH_IT", 0)
+        for mask, stages in ((masks.causal, 1), (window, 2), (masks.sliding_window(64) | masks.global_tokens(20), 1), (masks.causal, 2), (None, 2)):
+            for way in ("needed", "gather", "heads"):
+                try:
+                    _check_on_a_gpu(mask, length, {**WAYS[way](), "stages": stages})
+                except AssertionError as error:
+                    raise AssertionError(f"{mask}, {way}, {stages} stages: {error}") from error
+    if dist.get_backend_config().count("gloo") and dist.get_world_size() > 1:
+        _check_errors_on_a_gpu(length)
+
+
+def _check_on_a_gpu(mask: Any, length: int, options: dict[str, Any]) -> None:
+    drawn, sizes = Drawn(length), {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    whole = [t.detach().to("cuda", torch.bfloat16).requires_grad_() for t in drawn.leaves[:3]]
+    grad, grad_lse = drawn.grad_out.to("cuda", torch.bfloat16), drawn.grad_lse.cuda()
+    plan = twd.plan(mask, length=length, device="cuda", **sizes, **options)
+    assert plan.device.type == "cuda"
+    shards = [plan.shard(t.detach(), 2).requires_grad_() for t in whole]
+    out, lse = twd.attention(*shards, plan=plan, return_lse=True)
+    torch.autograd.backward((out, lse), (plan.shard(grad, 2), plan.shard(grad_lse, 2)))
+    exact = tw.attention(*whole, mask=mask, enable_gqa=True, return_lse=True)
+    expected = torch.autograd.grad(exact, whole, (grad, grad_lse))
+    for name, found, right in zip(("out", "lse", "query", "key", "value"), (out, lse, *[t.grad for t in shards]), (*exact, *expected), strict=True):
+        torch.testing.assert_close(found, plan.shard(right, 2), rtol=3e-2, atol=3e-2, msg=lambda text, name=name: f"{name}: {text}")
+    assert torch.equal(plan.unshard(shards[0].detach(), 2), whole[0])
+
+
+def _check_errors_on_a_gpu(length: int) -> None:
+    plan = twd.plan(masks.causal, length=length, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, device="cuda")
+    cut = plan.rank == 0
+    q, k, v = [torch.zeros(1, n, plan.local_length - cut, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    with pytest.raises(twd.DisagreementError, match="rank 0: InputError: query"):
+        twd.attention(q, k, v, plan=plan)
+
+
+def check_one_rank_over_nccl() -> None:
+    """As much of NCCL as one rank can have: small messages on the GPU, every collective to itself, in the order of streams."""
+    torch.cuda.set_device(0)
+    _check_on_a_gpu(masks.causal, 3000, {})
+    plan = twd.plan(masks.causal, length=300, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    assert plan.device.type == "cuda"
+    with pytest.raises(twd.DisagreementError, match="rank 0: InputError: query has"):
+        twd.attention(*[torch.zeros(1, 1, 3, HEAD_DIM, device="cuda")] * 3, plan=plan)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            for gathers in (False, True):
+                for stages in (1, 2):
+                    _check_exchange_with_itself(gathers, stages)
+    torch.cuda.synchronize()
+
+
+def _check_exchange_with_itself(gathers: bool, stages: int) -> None:
+    """5000 own tokens; some are sent, to this rank again, and some are hot. All three parts of the pool are attended to."""
+    tokens, width = 5000, 64
+    sent, hot = torch.arange(0, tokens, 2, device="cuda"), torch.arange(3, tokens, 7, device="cuda")
+    order = torch.randperm(tokens + len(sent) + len(hot), device="cuda")
+    orders = [order] if stages == 1 else [order[order < tokens], order[order >= tokens]]
+    exchange = KeyExchange(
+        group=GroupHandle(dist.group.WORLD),
+        rank=0,
+        own_tokens=tokens,
+        send_index=sent,
+        sends=(len(sent),),
+        receives=(len(sent),),
+        hot_index=hot,
+        hot=(len(hot),),
+        stages=tuple([Stage(o, o, None) for o in orders]),
+        moves=True,
+        gathers=gathers,
+    )
+    slow = torch.randn(4096, 4096, device="cuda")
+    for _ in range(8):
+        slow = slow @ slow / 64  # what travels is made behind this, so that a collective that did not wait would send something else
+    own = torch.arange(tokens * width, device="cuda", dtype=torch.float32).view(tokens, width) + 0 * slow[0, 0]
+    fetch = exchange.fetch(own)
+    found = [fetch.rows(stage) for stage in range(stages)]
+    pool = torch.cat([own, own[sent], own[hot]])
+    assert all([torch.equal(rows, pool[o]) for rows, o in zip(found, orders, strict=True)])
+    for deterministic in (False, True):
+        back = exchange.give_back(found, deterministic)
+        expected = own.clone()
+        expected[sent] += own[sent]
+        expected[hot] += own[hot]
+        assert torch.equal(back, expected)

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 TIMEOUT = 240  # seconds
+COMPILING = 500  # where kernels are compiled for a GPU
 
 # One process imports everything, which takes seconds, and forks the ranks. They end without Python's end: a thread of gloo may still hold a tensor.
 _ENTRY = """
@@ -45,7 +46,7 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child i
 """
 
 
-def spawn(module: str, function: str, ranks: int, *arguments: str, backend: str = "gloo", **variables: str) -> str:
+def spawn(module: str, function: str, ranks: int, *arguments: str, backend: str = "gloo", timeout: int = TIMEOUT, **variables: str) -> str:
     """What rank 0 printed. Every rank must end well. `variables` are added to the environment."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
@@ -54,7 +55,7 @@ def spawn(module: str, function: str, ranks: int, *arguments: str, backend: str 
         command = [sys.executable, "-c", _ENTRY, module, function, str(ranks), folder, backend, *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=root, start_new_session=True)
         try:
-            printed, errors = process.communicate(timeout=TIMEOUT)
+            printed, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             printed, errors = process.communicate()

@@ -15,6 +15,7 @@ from tests.support.shards import SHARED, by_shards
 from tilewise import masks, scores
 from tilewise.core.problem import traced_scores
 from tilewise.distributed.plan import Sizes, plan_of_rank
+from tilewise.distributed.run import COLLECTIVE_SMS, Call, problem_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,6 +48,16 @@ def test_calls_with_a_score_do_not_wait() -> None:
         for stage in part.stages:
             with _NoWaiting():
                 part.placed(score, stage)
+
+
+def test_the_first_of_two_stages_leaves_multiprocessors_to_the_exchange() -> None:
+    for stages, busy in ((1, [0]), (2, [COLLECTIVE_SMS, 0])):
+        part = plan_of_rank(masks.causal, 1, 3, 1000, Sizes(1, 2, 2, 8, 8), "cpu", stages=stages).only
+        assert part.keys is not None
+        call, q = Call(part, None, 1.0, 0.0, 0, False, ("auto", "a test"), True, {}), torch.randn(1, 2, len(part.whole.row_positions), 8)
+        keys = [torch.randn(1, 2, len(stage.positions), 8) for stage in part.keys.stages]
+        problems = [problem_of(call, n, q, k, k, None, ()) for n, k in enumerate(keys)]
+        assert [p.busy_sms for p in problems] == busy and [p.partial for p in problems] == [stages == 2] * stages
 
 
 @settings(max_examples=12, deadline=None)

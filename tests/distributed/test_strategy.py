@@ -18,7 +18,7 @@ from tilewise.distributed.assign import TILE, Work, loads, work_of, work_of_all
 from tilewise.distributed.picture import picture
 from tilewise.distributed.report import describe
 from tilewise.distributed.simulate import simulate
-from tilewise.distributed.strategy import Layout, choose, head_splits
+from tilewise.distributed.strategy import STAGED, Layout, choose, head_splits
 from tilewise.distributed.traffic import Machine, Shape
 from tilewise.errors import InputError
 
@@ -145,11 +145,11 @@ def test_hot_tiles_go_to_all_where_their_owner_would_send_many_copies() -> None:
 
 
 def test_two_stages_where_they_save_more_than_they_cost() -> None:
-    """Parts of outputs in fp32 leave Hopper's fastest kernels, which a network that is as fast as that cannot win back."""
+    """The first leaves multiprocessors to the collective, and parts are merged: a fast network cannot win that back."""
     length = 64 * 8192
     works = [(work(MASKS["window"](length), length), 1)]
     slow, fast = (choose(works, 64, SHAPE, Machine(540e12, network, 360e9, 8), head_groups=1) for network in (15e9, 45e9))
-    assert 0.1 < fast.network_s / fast.compute_s < 0.3 < slow.network_s / slow.compute_s
+    assert 0.1 < fast.network_s / fast.compute_s < STAGED - 1 < slow.network_s / slow.compute_s
     assert (slow.stages("cuda"), fast.stages("cuda"), slow.stages("cpu")) == (2, 1, 1)
     inside = choose(works, 8, SHAPE, Machine(540e12, 15e9, 360e9, 8), head_groups=1)
     assert inside.stages("cuda") == 1

@@ -2,19 +2,25 @@
 
 import glob
 import math
+from typing import Any
 
 import pytest
 import torch
 
+import tilewise as tw
+from tests.support.recorded_launches import record
 from tilewise import masks, scores
+from tilewise.core import folders
 from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines import engine_named
-from tilewise.engines.cuda import nvrtc
+from tilewise.engines.cuda import CudaEngine, nvrtc
 from tilewise.engines.cuda.config import forward_config, forward_forms
 from tilewise.engines.cuda.refusals import refuse_problem
 from tilewise.engines.gluon import NO_GLUON, GluonEngine
 from tilewise.engines.gluon import config as gluon
+from tilewise.engines.gpu import kernel_cache, structure
 from tilewise.engines.gpu.driver import TENSOR_MAP
+from tilewise.engines.gpu.kernel_request import KernelRequest
 from tilewise.engines.gpu.limits import shared_memory
 
 
@@ -52,6 +58,31 @@ def problem(
 def test_refusals_name_what_was_given(asked: dict[str, object], reason: str | None) -> None:
     said = refuse_problem(problem(**asked))
     assert said is None if reason is None else reason in str(said)
+
+
+@pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON))
+def test_a_kernel_that_does_not_compile_is_gluons_unless_the_engine_was_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    recorded = record(monkeypatch)
+    load = kernel_cache.load
+
+    def fails(key: Any, request: KernelRequest, table: Any, device: int) -> Any:
+        if request.kernel == "cuda_fwd":
+            raise nvrtc.CompileError("NVRTC could not compile forward.cu: out of luck")
+        return load(key, request, table, device)
+
+    monkeypatch.setattr(kernel_cache, "load", fails)
+    monkeypatch.setattr(structure, "_prepared", {})
+    monkeypatch.setattr(folders, "_warned", set())
+    monkeypatch.setattr(CudaEngine, "serves", {"auto": -1})  # the first that is asked
+    monkeypatch.setattr(CudaEngine, "defers", lambda self, problem, others: None)
+    inputs = [torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16) for _ in range(3)]
+    for _ in range(3):
+        recorded.clear()
+        tw.attention(*inputs, mask=masks.causal, backend="auto")
+        assert [r.kernel for r in recorded if r.kernel.endswith("_fwd")] == ["hopper_fwd"]
+    assert [r.getMessage() for r in caplog.records] == ["NVRTC could not compile forward.cu: out of luck; calls like this one are served by 'gluon'"]
+    with pytest.raises(nvrtc.CompileError, match="out of luck"):
+        tw.attention(*inputs, mask=masks.causal, backend="cuda")
 
 
 def test_what_the_gluon_engine_refuses_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +184,8 @@ class TestLaunches:
         from tilewise.engines.cuda import aot
         from tilewise.engines.gpu.launch import request_of
 
-        return request_of(aot.forward_launches(problem(**asked))[0]()[0], 90)
+        partial = bool(asked.pop("partial", False))
+        return request_of(aot.forward_launches(problem(**asked).replaced(partial=partial))[0]()[0], 90)
 
     def test_the_key_has_what_the_code_depends_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from tilewise.engines.gpu.kernel_cache import store_key
@@ -166,6 +198,7 @@ class TestLaunches:
             {"mask": masks.causal},
             {"score": scores.sinks(torch.zeros(4))},
             {"score": scores.alibi(4)},
+            {"partial": True},
         ):
             assert store_key(self.request(**other)) != usual
         for same in ({"shape": (3, 6, 100, 64)}, {"scale": 0.5}, {"kv_heads": 1}):  # numbers are arguments
@@ -191,6 +224,27 @@ class TestLaunches:
         scored, types = arguments(self.request(score=[scores.alibi(4), lambda s, b, h, q, kv: s * 0.5 + kv * 2**40]))
         assert "float* p_0;" in scored and "long long i_" in scored and "float f_0;" in scored and "int s_0;" in scored and "*fp32" in types[35:]
         assert "float* sinks;" in arguments(self.request(score=scores.sinks(torch.zeros(4))))[0]
+
+    def test_parts_are_written_in_fp32(self) -> None:
+        from tilewise.engines.cuda.source import arguments
+
+        assert "float* out;" in arguments(self.request(partial=True))[0]
+
+    @pytest.mark.parametrize(("busy", "programs"), [(0, 132), (16, 116), (15, 116), (200, 2)])
+    def test_programs_leave_busy_multiprocessors_free(self, busy: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In pairs; the kernel is the same."""
+        from tilewise.engines.cuda import aot
+        from tilewise.engines.gluon import aot as gluon_aot
+        from tilewise.engines.gpu import limits
+        from tilewise.engines.gpu.kernel_cache import store_key
+        from tilewise.engines.gpu.launch import request_of
+
+        monkeypatch.setattr(limits, "sm_count", lambda device: 132)
+        p = problem((4, 64, 8192, 128)).replaced(busy_sms=busy)
+        launch, theirs = aot.forward_launches(p)[0]()[0], gluon_aot.forward_launches(p)[0]()[0]
+        assert launch.constants["C"].cluster == 2 and launch.programs == programs
+        assert theirs.programs == max(2, 132 - busy)
+        assert store_key(request_of(launch, 90)) == store_key(self.request(shape=(1, 8, 8192, 128)))
 
     def test_keys_are_shared_by_whole_pairs(self) -> None:
         from tilewise.engines.cuda import aot

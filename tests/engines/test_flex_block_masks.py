@@ -142,6 +142,14 @@ def test_lists_given_are_kept_and_transposed(compute_q_blocks: bool) -> None:
     assert_same_attributes(again, torchs)
 
 
+def test_lists_with_less_room_than_there_are_key_blocks() -> None:
+    counts, indices = torch.tensor([[[2, 1]]], dtype=torch.int32), torch.tensor([[[[0, 3], [2, 0]]]], dtype=torch.int32)
+    own = ours.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64, seq_lengths=(128, 256))
+    assert own.to_dense().tolist() == [[[[1, 0, 0, 1], [0, 0, 1, 0]]]] and own.sparsity() == 100 * (1 - 3 / 8)
+    assert own.q_num_blocks.tolist() == [[[1, 0, 1, 1]]]
+    assert own.kv_indices is indices and "kv_indices=torch.Size([1, 1, 2, 2])" in repr(own)
+
+
 def test_assigned_lists_are_the_mask() -> None:
     n = 256
     q, k, v = tensors(n)

@@ -1,5 +1,7 @@
 """float8 keys and values beside a wider query, as torch's flex_attention takes them: converted exactly, on every engine, and the call is remembered."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,6 +92,18 @@ def test_scales_are_those_of_keys_and_values(layout: str, engine: str) -> None:
         torch.testing.assert_close((found, lse), (wanted, right), rtol=1e-5, atol=1e-5)
         gradients = [torch.autograd.grad(out.square().sum(), given[0], retain_graph=True)[0] for out in (found, wanted)]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 2.0), (torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])), (None, 1.5), (None, None)], ids=str)
+def test_scales_of_packed_sequences(scales: tuple[Any, Any]) -> None:
+    q, k, v = torch.randn(3, 40, 4, 16, generator=torch.Generator().manual_seed(1))
+    k, v = k[:, :2].to(FLOAT8[0]), v[:, :2].to(FLOAT8[0])
+    of_k, of_v = (torch.as_tensor(1.0 if s is None else s).float().expand(2).view(1, 2, 1) for s in scales)
+    more = {"mask": masks.causal, "score": scores.softcap(3.0), "enable_gqa": True, "return_lse": True}
+    offsets = torch.tensor([0, 13, 40])
+    found = tw.varlen_attention(q, k, v, offsets, k_scale=scales[0], v_scale=scales[1], **more)
+    wanted = tw.varlen_attention(q, k.float() * of_k, v.float() * of_v, offsets, **more)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_scales_that_do_not_fit() -> None:

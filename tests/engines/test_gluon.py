@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import masks
+from tilewise import masks, scores
 from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines import ENGINES, Request, engine_named
 from tilewise.engines.gluon import GluonEngine
@@ -60,6 +60,12 @@ def test_cuts_fit_shared_memory_and_hold_the_head_dims(dims: tuple[int, int]) ->
     weights = (4 if back.is_wide else 2) * 2 * queries * keys  # dS, or P and dS, twice
     staged = 0 if back.is_wide else 2 * 4 * 64 * 64  # dQ
     assert 4 * back.d * (back.stages * queries + keys) + weights + staged <= 227 * 1024 - 1024
+
+
+def test_a_score_that_only_multiplies_is_a_scale() -> None:
+    query = torch.empty((1, 2, 512, 64), dtype=torch.bfloat16, device="meta")
+    scored = [make_problem(query, query, query, None, score, Options())[0] for score in (None, lambda s, b, h, q, kv: s * 2, scores.alibi(2))]
+    assert [forward_config(p).anchored for p in scored] == [True, True, False]
 
 
 def test_small_problems_go_elsewhere_unless_it_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

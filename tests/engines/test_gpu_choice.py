@@ -14,6 +14,7 @@ from tilewise.core.output import Output
 from tilewise.core.problem import Options, make_problem
 from tilewise.engines import Request, fa2, gluon, triton
 from tilewise.engines.cuda import nvrtc
+from tilewise.engines.cuda.refusals import faster_elsewhere
 from tilewise.engines.fa2 import Fa2Engine, FlashPlan
 from tilewise.engines.gpu import limits
 from tilewise.engines.native import NativeEngine
@@ -81,6 +82,7 @@ TABLE = [
     (H100, {**LARGE, "mask": masks.causal, "score": scores.softcap(30.0)}, "cuda"),
     (H100, {**LARGE, "score": scores.relative_bias(torch.zeros(16, 129))}, "cuda"),
     (H100, {**LARGE, "mask": masks.causal, "score": scores.alibi(16)}, "gluon"),
+    (H100, {**LARGE, "mask": masks.causal, "score": lambda s, b, h, q, kv: s * 2}, "cuda"),
     (H100, {**LARGE, "mask": masks.document(torch.arange(4096) // 500)}, "gluon"),
     (H100, {**LARGE, "mask": masks.document(torch.arange(4096) // 500), "dropout_p": 0.1, "seed": 1}, "cuda"),
     (H100, {**LARGE, "mask": masks.causal, "score": scores.alibi(16), "dropout_p": 0.1, "seed": 1}, "cuda"),
@@ -100,6 +102,15 @@ TABLE = [
     (RTX_4090, {"shape": (1, 2, 256, 256), "learns": True}, "fa2"),
     (T4, LARGE, "native"),
 ]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("score", "is_left"), [(lambda s, b, h, q, kv: s * 2, False), (scores.alibi(2), True)])
+def test_a_score_is_looked_at_while_compiling(score: Any, is_left: bool) -> None:
+    def left(query: Tensor) -> Tensor:
+        return query + int(faster_elsewhere(make_problem(query, query, query, None, score, Options())[0]) is not None)
+
+    assert torch.compile(left, fullgraph=True, backend="eager")(torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)).max() == is_left
 
 
 @pytest.mark.parametrize(("gpu", "call", "engine"), TABLE)

@@ -16,6 +16,7 @@ from tilewise.engines.cpp import missing
 from tilewise.engines.fa2 import _refuse_tensors
 from tilewise.engines.gluon.refusals import refuse_problem
 from tilewise.engines.gpu.limits import NO_TRITON
+from tilewise.engines.gpu.plan import GpuPlan
 from tilewise.engines.gpu.structure import structure_key
 from tilewise.engines.registry import engine_named
 from tilewise.frontend.dispatch import must_choose
@@ -91,6 +92,7 @@ def test_a_plan_does_not_take_one_part_for_another(engine: str, what: str) -> No
 def test_what_the_structure_key_covers() -> None:
     """Tables are bound by address: what they hold is no part of it."""
     keys = [structure_key(p) for p in (part(None), part(Places(at(0), at(0))), part(OTHERS["batch"]), part(OTHERS["head"]), part(None).replaced(partial=True))]
+    keys.append(structure_key(part(None).replaced(busy_sms=16)))
     assert len(set(keys)) == len(keys)
     assert structure_key(part(OTHERS["queries"])) == structure_key(part(OTHERS["keys"])) == keys[1]
 
@@ -145,8 +147,16 @@ def test_engines_that_know_no_parts_refuse_them() -> None:
     partial = part(None, dtype=torch.bfloat16, dropout_p=0.0).replaced(partial=True)
     native = engine_named("native")
     assert "a part of one" in str(native.refuse(p)) and "a part of one" in str(refuse_problem(p))
-    assert "no lse" in str(native.refuse(partial)) and "torch.float32" in str(refuse_problem(partial)) and "lse" in str(_refuse_tensors(partial, (9, 0)))
+    assert "no lse" in str(native.refuse(partial)) and "lse" in str(_refuse_tensors(partial, (9, 0)))
     assert native.refuse(part(OTHERS["head"], dropout_p=0.0)) is None
+    assert refuse_problem(partial) is None  # the Hopper kernels write fp32
+
+
+def test_a_plan_follows_what_a_part_asks_for() -> None:
+    p = part(None, dtype=torch.bfloat16, dropout_p=0.0)
+    plan = GpuPlan(p)
+    states = [plan._state("forward", q) for q in (p, p.replaced(partial=True), p.replaced(busy_sms=16))]
+    assert len({str(state) for state in states}) == 3
 
 
 def test_parts_do_not_pass_the_operator() -> None:

@@ -217,3 +217,22 @@ def test_a_new_layout_is_a_few_launches(length: int) -> None:
         key_schedule(p[1], (64, 64))
     assert made.seen.total() <= 8, made.seen
     assert Counts.built + Counts.loaded == built
+
+
+def test_a_new_padding_mask_does_not_wait_for_the_device() -> None:
+    """As diffusers' models make them: another boolean tensor of keys in every step; one that hides nothing, and one of a row without keys, too."""
+    query, key, value = tensors(2, 4, 1000, 64)
+    kept = [torch.arange(1000)[None, None, None] < torch.tensor(lengths)[:, None, None, None] for lengths in ([1000, 300], [1000, 1000], [1000, 0])]
+    kept.append(torch.rand(2, 1, 1, 1000) < 0.5)
+    there = [mask.cuda() for mask in kept]
+    step = lambda mask: tw.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    step(there[0].clone()).sum().backward()  # kernels are compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [step(mask) for mask in there]
+        found[-1].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    plain = [t.detach().float().cpu() for t in (query, key, value)]
+    close(found, [torch.nn.functional.scaled_dot_product_attention(*plain, attn_mask=mask).nan_to_num().cuda() for mask in kept])

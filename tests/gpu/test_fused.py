@@ -86,6 +86,19 @@ def test_offsets_past_two_to_the_31(engine: str) -> None:
 
 
 @fused
+def test_captured_views_past_two_to_the_31(engine: str) -> None:
+    """Few elements, far apart."""
+    table = torch.zeros(2**31 + 256, device="cuda", dtype=torch.uint8).as_strided((2, 256), (2**31, 1))
+    table[1] = torch.arange(256, device="cuda") % 7
+    inputs = [torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    found, wanted = (
+        tw.attention(*given, mask=lambda b, h, q, kv: table[h, kv] != 3, score=lambda s, b, h, q, kv: s + table[h, kv], backend=backend)
+        for given, backend in ((inputs, engine), ([t.double() for t in inputs], "reference"))
+    )
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@fused
 def test_batch_times_heads_above_65535(engine: str) -> None:
     """Row 9."""
     query = torch.randn(70000, 1, 16, 16, device="cuda", dtype=torch.float16)

@@ -68,6 +68,16 @@ def test_float8_pages(dtype: torch.dtype, stored: torch.dtype) -> None:
         assert_right(batch, called(batch, backend="triton", **options), **meaning(options))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e6, 1e30])
+def test_float8_pages_take_queries_of_any_size(size: float) -> None:
+    """Products are of float16, which has no such numbers."""
+    batch = make_batch(*QUERIES["decode"], 64, dims=(128, 128), dtype=torch.bfloat16, stored=torch.float8_e4m3fn, device=DEVICE)
+    large = batch._replace(query=[q * size for q in batch.query])
+    batch = batch._replace(query=[(q.double() / size).to(torch.bfloat16) for q in large.query])  # rounded as those were
+    out = tw.paged_attention(large.stacked, large.k_pages, large.v_pages, large.table, large.lengths, scale=128**-0.5 / size, return_lse=True)
+    assert_right(batch, apart(batch, *out))
+
+
 def stepped(batch: Batch) -> torch.Tensor:
     out: torch.Tensor = tw.paged_attention(batch.stacked, batch.k_pages, batch.v_pages, batch.table, batch.lengths, mask=window, backend="triton")
     return out

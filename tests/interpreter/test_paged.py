@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tilewise as tw
 from tests.engines.test_paged import MODS, called, meaning, window
 from tests.support.paged import apart, assert_right, make_batch
 from tilewise import masks
 from tilewise.engines.gpu import structure
+from tilewise.engines.gpu.kernels.primitives import as_float16
 from tilewise.engines.triton import run
 from tilewise.frontend import call_cache
 
@@ -51,8 +54,28 @@ def test_masks_and_scores_see_positions(name: str, dtype: torch.dtype) -> None:
 def test_float8_pages(stored: torch.dtype) -> None:
     options: dict[str, Any] = {"mask": masks.causal, "k_scale": torch.tensor([0.5, 1.25]), "v_scale": 2.0}
     for queries, size in (("decode", 64), ("mixed", 16)):
-        batch = make_batch(*QUERIES[queries], size, dtype=torch.float16, stored=stored)
-        assert_right(batch, called(batch, backend="triton", **options), **meaning(options))
+        for dims, dtype in (((16, 8), torch.float16), ((48, 64), torch.float16), ((48, 64), torch.bfloat16)):  # all but the first are loaded two by two
+            batch = make_batch(*QUERIES[queries], size, dims=dims, dtype=dtype, stored=stored)
+            assert_right(batch, called(batch, backend="triton", **options), **meaning(options))
+
+
+@triton.jit
+def float16_and_units(p, p_rows, p_units, M: tl.constexpr, N: tl.constexpr):
+    o = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    b_rows, b_units = as_float16(tl.load(p + o))
+    tl.store(p_rows + o, b_rows)
+    tl.store(p_units + tl.arange(0, M), b_units)
+
+
+def test_queries_of_any_size_become_float16() -> None:
+    """What products with float8 keys take."""
+    sizes = 2.0 ** torch.tensor([-120, -112, -100, -20, 0, 16, 17, 60, 120])
+    rows = torch.zeros(16, 32, dtype=torch.bfloat16)
+    rows[: len(sizes)] = (torch.randn(len(sizes), 32) * sizes[:, None]).bfloat16()
+    found, units = torch.full_like(rows, float("nan"), dtype=torch.float16), torch.full((16,), float("nan"))
+    float16_and_units[(1,)](rows, found, units, 16, 32)
+    assert bool(found.isfinite().all())
+    torch.testing.assert_close(found.double() * units.double()[:, None], rows.double(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", QUERIES)

@@ -138,6 +138,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "in-place method": (lambda s, b, h, q, kv: s.add_(1), ["add_", "in place", "use add"]),
     "in-place of a capture": (lambda s, b, h, q, kv: s + ROW.add_(1)[q], ["add_", "in place"]),
     "in-place with a symbol": (lambda s, b, h, q, kv: s + ROW.add_(s)[q], ["add_", "in place"]),
+    "assignment to .data": (lambda s, b, h, q, kv: setattr(ROW, "data", ROW + 1) or s + ROW[q], [".data", "in place"]),
     "item assignment": (mutates_by_item, ["must not write", "return the new value"]),
     "fixed item assignment": (mutates_by_fixed_item, ["in place"]),
     "item assignment to a symbol": (mutates_a_symbol_by_item, ["in place", "torch.where"]),

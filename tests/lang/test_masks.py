@@ -183,6 +183,12 @@ def test_what_a_neighborhood_cannot_be() -> None:
         masks.neighborhood((4, 6), 3, is_causal=(True,))
 
 
+def test_radial_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="device='cuda', but torch finds no GPU here"):
+        masks.radial(4, 16, device="cuda")
+
+
 def test_radial_is_the_formula_of_the_paper() -> None:
     frames, s = 20, 6
 

@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pyte
 
 def problem(dim: int, mask: object = None, dtype: torch.dtype = torch.bfloat16, score: object = None, v_dim: int | None = None, **more: object) -> Problem:
     query, key, value = (torch.empty(1, heads, 512, n, dtype=dtype, device="meta") for heads, n in ((4, dim), (2, dim), (2, v_dim or dim)))
-    return make_problem(query, key, value, mask, score, Options(enable_gqa=True, **more))[0]
+    partial = bool(more.pop("partial", False))
+    return make_problem(query, key, value, mask, score, Options(enable_gqa=True, **more))[0].replaced(partial=partial)
 
 
 SCORED = {"alibi": scores.alibi(4), "softcap": scores.softcap(30.0), "relative bias": scores.relative_bias(torch.zeros(4, 129))}
@@ -36,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"{name} {dim}": {"dim": dim, "score": score} for dim in (64, 128, 256) for name, score in SCORED.items()},
     **{f"dropout {dim}": {"dim": dim, "dropout_p": 0.1, "seed": 1} for dim in (64, 128, 256)},
     "negative scale": {"dim": 128, "dtype": torch.float16, "scale": -1.0},
+    **{f"part {dim} {v_dim}": {"dim": dim, "v_dim": v_dim, "partial": True} for dim, v_dim in ((64, 64), (128, 128), (256, 256), (72, 200))},
 }
 
 

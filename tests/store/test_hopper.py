@@ -44,6 +44,19 @@ def test_the_forwards_loop_hides_softmax_under_the_products(anchored: bool, mask
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
+def test_parts_leave_from_registers(dim: int) -> None:
+    """In fp32, two elements at a time; loops are those of other outputs, which nothing that is stored touches."""
+    from tilewise.engines.gluon import aot
+
+    p = problem(dim, mask=masks.causal)
+    part, whole = (machine_code(aot.forward_launches(q)[0]()[0], 90) for q in (p.replaced(partial=True), p))
+    assert len(re.findall(r"STG\.E\.64", part)) == (3 if dim == 64 else 2) * dim // 4
+    assert "UTMASTG" in whole and "UTMASTG" not in part
+    for mine, theirs in zip(*([body for body in loops_of_products(code) if "MUFU.EX2" in body] for code in (part, whole)), strict=True):
+        assert spills(mine) == 0 and all([mine.count(name) == theirs.count(name) for name in ("HGMMA", "MUFU.EX2", "WARPGROUP.DEPBAR")])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "causal"])
 def test_the_backwards_loop_waits_only_where_it_must(mask: object, dim: int) -> None:
     from tilewise.engines.gluon import aot

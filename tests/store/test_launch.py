@@ -75,11 +75,11 @@ def nothing_found(p: Any) -> None:
 
 
 def test_a_stretch_is_given_by_its_address(kernel: Kernel) -> None:
-    memory = torch.zeros(10, dtype=torch.int32)
-    parts = stretches(memory, [2, 3, 5])
-    assert [len(part) for part in parts] == [2, 3, 5] and [(part.data_ptr() - memory.data_ptr()) // 4 for part in parts] == [0, 2, 5]
+    memory = torch.zeros(2, 6, dtype=torch.int32)
+    parts = stretches(memory, 1, [2, 3, 5])
+    assert [len(part) for part in parts] == [2, 3, 5] and [(part.data_ptr() - memory.data_ptr()) // 4 for part in parts] == [1, 3, 6]
     parts[1].view()[:] = 1
-    assert memory.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert memory.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
     prepare(launched_with({"tables": tuple(parts)}), torch.device("cuda", 0)).launch(parts)
     assert kernel.launched == [(7, {n: part.data_ptr() for n, part in enumerate(parts)})]
 

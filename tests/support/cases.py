@@ -395,6 +395,13 @@ def sinks(draw: Draw) -> list[Any]:
     return [scores.sinks(draw.learned(draw.case.heads))]
 
 
+def no_sink_in_a_head(draw: Draw) -> list[Any]:
+    logits = draw.learned(draw.case.heads)
+    with torch.no_grad():
+        logits[0] = -float("inf")
+    return [scores.sinks(logits)]
+
+
 def t5(draw: Draw) -> list[Any]:
     return [scores.relative_bias(draw.learned(16, draw.case.heads), buckets="t5", max_distance=40)]
 
@@ -469,6 +476,7 @@ OPTIONS = [
     Case("sinks", score=sinks, **LONG),
     Case("sinks, causal, gqa", score=sinks, heads=4, kv_heads=2, mask=CAUSAL, **LONG),
     Case("sinks, rows with nothing", score=sinks, mask=function(some_rows_nothing), through=("out", "lse"), **LONG),
+    Case("a sink of -inf, rows with nothing", score=no_sink_in_a_head, mask=function(some_rows_nothing), through=("out", "lse"), **LONG),
     Case("sinks after scores", score=lambda draw: [scores.softcap(2.0), *sinks(draw), scores.alibi(2)], mask=CAUSAL),
 ]
 NOTHING = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.map_cache import map_of
-from tilewise.engines.gpu import driver, kernel_cache, launch, plan, tile_schedule
+from tilewise.engines.gpu import driver, kernel_cache, launch, limits, plan, tile_schedule
 from tilewise.engines.gpu.kernel_request import KernelRequest, TmaBlock
 
 
@@ -38,10 +38,8 @@ class _Driver:
 
 def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """The launches from now on. Tile maps are made by torch, as on a CPU."""
-    from tilewise.engines.cuda import launches as cuda_launches
     from tilewise.engines.cuda import nvrtc
     from tilewise.engines.gluon import GluonEngine, refusals
-    from tilewise.engines.gluon import launches as gluon_launches
     from tilewise.engines.gluon import tile_schedule as hopper_schedule
     from tilewise.engines.gpu.compiler import _describe
     from tilewise.engines.triton import TritonEngine, fitting
@@ -57,7 +55,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
     for module in (launch, kernel_cache, fitting):
         monkeypatch.setattr(module, "architecture", lambda device: 90)
-    for module in (cuda_launches, gluon_launches, triton_run):
+    for module in (limits, triton_run):
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
     for module in (tile_schedule, hopper_schedule, triton_run):
         monkeypatch.setattr(module, "kernel_map", map_of)

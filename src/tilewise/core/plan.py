@@ -20,6 +20,8 @@ from tilewise.core.output import Output
 class Plan:
     """What one engine has prepared for calls that are alike. Engines that prepare nothing use this one."""
 
+    by_name = False  # the engine was asked for by name: where it finds out late that it cannot serve, it raises instead of handing the call on
+
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...], needs_lse: bool = True) -> Output | None:
         """The forward of a call like an earlier one, from its tensors alone (`mask_sources` as Problem has them); None where the engine has to run. lse and
         max_score may be empty where they are not needed."""

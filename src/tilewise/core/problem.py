@@ -52,6 +52,7 @@ class Problem:
     pages: Pages | None = None  # which of them hold the keys and values of each batch element; None: they lie in order. Only without gradients
     max_scores: bool = False  # the largest score of each row is asked for (Output.max_score), which is otherwise anything
     partial: bool = False  # the output is one part of a row's, to be merged with others by lse; a backward is given the whole row's out and lse
+    busy_sms: int = 0  # multiprocessors that a collective may want meanwhile: a kernel that would hold all of them to its end leaves as many free
 
     def replaced(self, **fields: Any) -> "Problem":
         """The same problem but for these fields. `dataclasses.replace` takes several times as long."""
@@ -118,7 +119,8 @@ class Problem:
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """Of the output and the gradients of query, key and value. Parts of them are not rounded before they are added up."""
+        """Of the output and the gradients of query, key and value. Parts of them are not rounded before they are added up (but see
+        `Engine.rounds_key_gradients`)."""
         return self.inner_dtype if self.partial else self.dtype
 
     @property

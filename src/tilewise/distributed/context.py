@@ -15,7 +15,8 @@ from tilewise.frontend.shared_sequence import scopes
 
 @contextmanager
 def context(plan: Plan | MaskPlan) -> Iterator[None]:
-    """Inside the block, calls of tilewise.attention whose queries and keys are this rank's tokens attend to the whole sequence, with the plan's mask.
+    """Inside the block, calls of tilewise.attention whose queries and keys are this rank's tokens attend to the whole sequence, with the plan's mask; so do
+    those of tilewise's flex_attention and scaled_dot_product_attention.
 
     The mask of such a call must be None, or the one the plan was made of: one made of local tokens would mean something else. Of a plan with several masks,
     transformers' layers take the one named like their type ("full_attention", "sliding_attention"). Where activations are checkpointed, the backward

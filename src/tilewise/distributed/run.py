@@ -45,6 +45,7 @@ from tilewise.scores import bias as additive_bias
 from tilewise.tiles import Extent
 
 Captures = Literal["summed", "partial"]
+COLLECTIVE_SMS = 16  # thread blocks of an exchange across nodes: NCCL has as many channels there by default, two for each of 8 network cards
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,5 +369,6 @@ def problem_of(call: Call, stage: int, query: Tensor, key: Tensor, value: Tensor
         deterministic=call.deterministic,
         places=part.places[stage] if call.dropout_p > 0 else None,
         partial=len(part.stages) > 1,
+        busy_sms=COLLECTIVE_SMS if stage + 1 < len(part.stages) else 0,  # the keys of the next stage are on their way
     )
     return problem.replaced(mask=None, score=None) if problem.is_empty else problem

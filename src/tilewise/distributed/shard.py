@@ -41,7 +41,7 @@ def backward(engine: Engine | None, problem: Problem, output: Output, grad_out: 
         delta = torch.zeros_like(output.lse) if grad_lse is None else -grad_lse
         return Gradients(torch.zeros_like(p.query), torch.zeros_like(p.key), torch.zeros_like(p.value), sinks_gradient(p, output, delta))
     unrounded = p.replaced(partial=True)  # gradients are not rounded before they are added to those of other ranks, where the engine can
-    if engine.refuse(unrounded) is None:
+    if not engine.rounds_key_gradients and engine.refuse(unrounded) is None:
         p = unrounded
     with without_autocast(p.device):
         return engine.backward(p, engine.plan(p), output, resolved(grad_out), None if grad_lse is None else resolved(grad_lse), wanted)

@@ -34,6 +34,7 @@ class Engine(ABC):
     takes_pages: ClassVar[bool] = False  # Problem.pages
     looks_at_contents: ClassVar[bool] = False  # unless named, it may serve a masked problem because of what the tensors hold: the choice is not remembered
     is_torch_function: ClassVar[bool] = False  # forward() is made of torch's own operations: autograd and torch.compile see through it, backward() is theirs
+    rounds_key_gradients: ClassVar[bool] = False  # those of keys and values have the query's dtype, also of a part (Problem.partial)
     min_keys_spared: ClassVar[int] = 256  # keys that a query must be spared to pay for permuted copies of query, key, value and output: measured on a CPU
 
     @abstractmethod

@@ -1,6 +1,9 @@
 """What all code generators share: the layouts and extents they know, and how they find the type an operation is computed in."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 from tilewise.lang import BoundProgram, Program
 from tilewise.lang.ops import OPS
@@ -16,6 +19,15 @@ class Layout(NamedTuple):
 
     contiguous: bool  # the last dimension's stride is 1
     wide: bool  # offsets need 64 bits
+
+
+def layouts_of(captures: Sequence[Tensor]) -> tuple[Layout, ...]:
+    return tuple([Layout(t.dim() > 0 and t.stride(-1) == 1, _max_offset(t) >= 2**31) for t in captures])
+
+
+def _max_offset(t: Tensor) -> int:
+    """Of a view's last element: it may lie far out, however few there are."""
+    return sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)]) if t.numel() else 0
 
 
 class Extents(NamedTuple):

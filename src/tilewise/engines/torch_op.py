@@ -44,7 +44,7 @@ library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 def arguments(engine: str, problem: Problem) -> tuple[Any, ...]:
     """A problem as the arguments of `tilewise::attention`. Parts of problems, and pages, have no way through it."""
-    assert problem.places is None and problem.pages is None and not problem.partial
+    assert problem.places is None and problem.pages is None and not problem.partial and not problem.busy_sms
     mask, score, tiles = problem.mask, problem.score, problem.tiles
     runs: list[Tensor] = []  # or the states of chosen tiles
     geometry: list[int] = []

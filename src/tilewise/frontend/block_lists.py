@@ -48,9 +48,9 @@ def check_both_or_neither(side: str, counts: Tensor | None, indices: Tensor | No
         raise IncompleteError(f"full_{side}_num_blocks and full_{side}_indices must be both provided or omitted")
 
 
-def runs_of(counts: Tensor | None, indices: Tensor | None) -> Runs:
+def runs_of(columns: int, counts: Tensor | None, indices: Tensor | None) -> Runs:
     assert counts is not None and indices is not None
-    return Runs(*torch.ops.tilewise.runs_of_blocks(counts, indices, indices.shape[-1]))
+    return Runs(*torch.ops.tilewise.runs_of_blocks(counts, indices, columns))
 
 
 def blocks_of_tiles(tiles: TileMap, separate: bool, bottom: Tensor, right: bool) -> Blocks:

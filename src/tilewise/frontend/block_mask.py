@@ -324,8 +324,9 @@ class BlockMask:
         if self._tiles is not None:
             return blocks_of_tiles(self._tiles, self._separate, *self._over_ends(self._tiles))
         lists = [self._lists[name] for name in FORWARD]
-        partial, full = trimmed(runs_of(*lists[:2])), None if lists[2] is None else trimmed(runs_of(*lists[2:]))
-        rows, columns = lists[1].shape[-2:]  # type: ignore[union-attr]  # kv_indices is never None
+        rows, listed = lists[1].shape[-2:]  # type: ignore[union-attr]  # kv_indices is never None
+        columns = max(listed, -(-self._lengths[1] // self.BLOCK_SIZE[1]))  # lists may have less room than there are key blocks
+        partial, full = trimmed(runs_of(columns, *lists[:2])), None if lists[2] is None else trimmed(runs_of(columns, *lists[2:]))
         return Blocks(partial, full, self._batch, rows, columns)
 
     def _derived(self, name: str) -> Tensor | None:
@@ -510,7 +511,8 @@ class BlockMask:
         shapes: dict[str, Any] = {}
         for name in (*FORWARD, *BACKWARD):
             missing = (name in self._lists and self._lists[name] is None) or (name.startswith("full_") and blocks.full is None)
-            shapes[name] = None if missing else torch.Size((*self._batch, *sizes[name.removeprefix("full_")]))
+            given = self._lists.get(name)
+            shapes[name] = None if missing else torch.Size((*self._batch, *sizes[name.removeprefix("full_")])) if given is None else given.shape
         fields = shapes | {
             "BLOCK_SIZE": self.BLOCK_SIZE,
             "shape": self.shape,

@@ -72,7 +72,8 @@ class CachedCall(NamedTuple):
         """The plan of the problem in the order of its permutation."""
         strides = (permuted.key.stride(), permuted.value.stride())
         if strides not in self.permuted_plans:
-            self.permuted_plans[strides] = self.engine.plan(permuted)
+            made = self.permuted_plans[strides] = self.engine.plan(permuted)
+            made.by_name = self.plan.by_name
         return self.permuted_plans[strides]
 
 

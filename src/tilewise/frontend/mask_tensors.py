@@ -4,6 +4,9 @@ A tensor that forbids nothing is no mask; a padding mask is one length per batch
 finfo.min, or -inf) is boolean. Finding out means reading the contents, so the result is cached: of a small tensor on a CPU by its values, because
 some clients make the same mask anew in every layer; of others by the tensor's identity, version and address, so that one that is changed in place or
 replaced is read again.
+
+To read a GPU's memory is to wait for the GPU, and many models make their padding masks anew in every step. So there a boolean mask of keys alone is taken
+as it is: kernels find out which tiles it hides.
 """
 
 import weakref
@@ -154,6 +157,8 @@ def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
     """All questions about the contents are answered together: on a GPU, every answer is a synchronisation."""
     heads, queries, keys = mask.shape[1:]
     first = mask[:, :1]
+    if mask.is_cuda and heads == queries == 1:
+        return Reading(_key_padding(first))
     lengths = first.sum(-1, keepdim=True)
     rows, columns = first.any(-1, keepdim=True), first.any(-2, keepdim=True)
     allows_all, heads_agree, is_padding, is_product = _answers(
@@ -169,10 +174,14 @@ def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
     if is_padding:
         return Reading(padding(lengths.flatten().expand(sizes[0]).contiguous()))
     if queries == 1:
-        return Reading(Mask(broadcast_load(first), "key_padding", *first.shape, fixed=True))
+        return Reading(_key_padding(first))
     if is_product:  # an outer product of query and key padding
         return Reading(Mask(_both(broadcast_load(rows), broadcast_load(columns)), "token_padding", *first.shape, fixed=True))
     return Reading(Mask(broadcast_load(first), "tensor", *first.shape, fixed=True))
+
+
+def _key_padding(mask: Tensor) -> Mask:
+    return Mask(broadcast_load(mask), "key_padding", *mask.shape, fixed=True)
 
 
 def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:

@@ -88,8 +88,12 @@ def sparse(
         cube: Frames, rows and columns of tokens of a cube, for `top_k` and `top_p`; 64 or 128 tokens suit every engine. Edges longer than the video are cut.
     """
     edges = tuple(cube) if isinstance(cube, Sequence) else (cube,)
+    return Sparse(model, _registered_name, Method(method, keep, edges), dense_layers, dense_steps)
+
+
+def _registered_name() -> Any:
     register()
-    return Sparse(model, backend_name(), Method(method, keep, edges), dense_layers, dense_steps)
+    return backend_name()
 
 
 def _dispatch_module() -> Any:

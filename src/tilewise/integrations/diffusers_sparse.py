@@ -73,7 +73,8 @@ def _family_of(model: Any) -> Family | None:
 class Sparse:
     """A model with sparse attention. `undo()` gives it back the attention it had; so does leaving a `with` block."""
 
-    def __init__(self, model: Any, backend: Any, method: Method, dense_layers: int | Collection[int], dense_steps: int) -> None:
+    def __init__(self, model: Any, backend: Callable[[], Any], method: Method, dense_layers: int | Collection[int], dense_steps: int) -> None:
+        """`backend` gives tilewise's name among diffusers' backends, and is asked once nothing is wrong any more: it puts it there."""
         found = [m for m in model.modules() if _family_of(m) is not None] if isinstance(model, nn.Module) else []
         if len(found) != 1:
             of_pipeline = "" if isinstance(model, nn.Module) else "; of a pipeline, give the model in it: sparse(pipeline.transformer)"
@@ -89,12 +90,13 @@ class Sparse:
         dense = _dense_layers(dense_layers, len(layers))
         if not _is_count(dense_steps):
             raise InputError(f"dense_steps is a number of steps, 0 or more, got {dense_steps!r}")
+        name = backend()
         undo(transformer)
         calls = _Calls(method, dense_steps, family.has_text)
         self._hooks: list[Any] = [transformer.register_forward_pre_hook(calls.begin, with_kwargs=True), transformer.rope.register_forward_hook(calls.mark)]
         for number, layer in enumerate(layers):
             if number not in dense:
-                running = _Layer(number, calls, backend)
+                running = _Layer(number, calls, name)
                 self._hooks.append(layer.register_forward_pre_hook(running.enter, with_kwargs=True))
                 self._hooks.append(layer.register_forward_hook(running.leave, always_call=True))
         _sparse[transformer] = self

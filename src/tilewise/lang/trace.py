@@ -110,6 +110,8 @@ class _Watch(TorchFunctionMode):
             found = called(func, args, kwargs)
             return found if self.stand_ins is None else self.stand_ins.hide(found)
         name = _WRITERS.get(func, "") if torch.compiler.is_compiling() else getattr(func, "__name__", "")
+        if name == "__set__":
+            raise refuse("to assign to .data, or another attribute of a tensor, changes it in place; a mask or score function must not have side effects")
         if _writes(name) or kwargs.get("inplace"):
             raise refuse(f"{name} changes a tensor in place; a mask or score function must not have side effects")
         if kwargs.get("out") is not None:

@@ -91,12 +91,24 @@ def _gpu() -> list[Finding]:
 
 
 def _toolchain() -> list[Finding]:
-    triton = (
-        Finding("Triton kernels", "ok", "can be compiled")
-        if NO_TRITON is None
-        else Finding("Triton kernels", "note", NO_TRITON, "pip install --upgrade triton")
-    )
-    return [triton, _compiler(), _half_products()]
+    return [_triton(), _nvrtc(), _compiler(), _half_products()]
+
+
+def _triton() -> Finding:
+    if NO_TRITON is None:
+        return Finding("Triton kernels", "ok", "can be compiled")
+    return Finding("Triton kernels", "note", NO_TRITON, "pip install --upgrade triton" if torch.cuda.is_available() else "")  # a CPU has no use for them
+
+
+def _nvrtc() -> Finding:
+    """The compiler of the CUDA engine, which Hopper GPUs alone have a use for."""
+    from tilewise.engines.cuda import nvrtc
+
+    reason = nvrtc.refusal()
+    if reason is not None:
+        return Finding("NVRTC", "note", reason)
+    major, minor = nvrtc.version()
+    return Finding("NVRTC", "ok", f"{major}.{minor}, {nvrtc.found_at()}")
 
 
 def _compiler() -> Finding:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
-from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.codegen import Extents, layouts_of
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, mask_source, score_source, slope_source
 from tilewise.engines.cpp.libraries import Unit, library_of
@@ -60,12 +60,7 @@ def _both_axes(call: BoundProgram, p: Problem) -> list[Writer]:
 
 
 def _writer(program: Program, call: BoundProgram, p: Problem, axes: Axes) -> Writer:
-    layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, _max_offset(t) >= 2**31) for t in call.captures)
-    return Writer(program, call, Extents(p.batch, p.heads, p.q_len, p.kv_len), layouts, axes)
-
-
-def _max_offset(t: Tensor) -> int:
-    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return Writer(program, call, Extents(p.batch, p.heads, p.q_len, p.kv_len), layouts_of(call.captures), axes)
 
 
 class Arguments(NamedTuple):

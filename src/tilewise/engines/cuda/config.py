@@ -33,6 +33,7 @@ class ForwardConfig:
     scored: bool  # a score function is applied to q.k
     anchored: bool  # row maxima are looked for in a row's first key tile and in masked ones alone
     dropout: bool
+    partial: bool  # outputs are parts of rows', in fp32
 
     @property
     def block_m(self) -> int:
@@ -81,7 +82,7 @@ def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
     theirs, dims, scored, dropout = gluon.forward_config(p), (-(-p.head_dim // 16) * 16, p.v_dim), has_score(p), p.dropout_p > 0
 
     def form(block_n: int, k_stages: int, v_stages: int, cluster: int) -> ForwardConfig:
-        rest = (mapped, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout)
+        rest = (mapped, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout, p.partial)
         return ForwardConfig(*dims, block_n, theirs.warpgroups, k_stages, v_stages, cluster, *rest)
 
     if mapped or theirs.warpgroups == 3:

@@ -16,7 +16,7 @@ from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule
 from tilewise.engines.gpu.arguments import dropout_arguments, seed_of, shape_arguments
 from tilewise.engines.gpu.kernel_args import Strides
 from tilewise.engines.gpu.launch import Launch, TmaTensor, score_captures
-from tilewise.engines.gpu.limits import sm_count
+from tilewise.engines.gpu.limits import free_sms
 from tilewise.engines.gpu.mods import mod_arguments, scales
 
 FORWARD = CudaKernel("forward")
@@ -67,14 +67,14 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
     return Launch(
         "cuda_fwd",
         FORWARD,
-        min(items, sm_count(p.device) // config.cluster) * config.cluster,
+        min(items, free_sms(p) // config.cluster) * config.cluster,
         {
             "q": TmaTensor(p.query, (1, 1, config.block_m, 64)),
             "k": TmaTensor(p.key, (1, 1, config.block_n, 64)),
             "v": TmaTensor(p.value, (1, 1, config.block_n, 64)),
             "out": output.out,
             "lse": output.lse,
-            "max_score": output.max_score,
+            "max_score": output.max_score,  # only the fix-up, which is given the same tensors, looks for maxima
             "counter": counter,
             "sinks": p.sinks,
             "seed": seed_of(p),

@@ -3,7 +3,7 @@
 import torch
 
 from tilewise.core.problem import Problem
-from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.codegen import Extents, layouts_of
 from tilewise.engines.cuda.emit import Writer, score_source
 from tilewise.engines.cuda.refusals import UP_TO_ONE
 from tilewise.engines.gpu.generated import Generated
@@ -41,4 +41,4 @@ def _unchanged() -> BoundProgram:
 
 
 def _writer(call: BoundProgram, extents: Extents) -> Writer:
-    return Writer(call, extents, tuple([Layout(t.dim() > 0 and t.stride(-1) == 1, t.numel() >= 2**31) for t in call.captures]))
+    return Writer(call, extents, layouts_of(call.captures))

@@ -19,7 +19,7 @@ MISSING = "NVRTC, the compiler of CUDA C++, was not found; torch's CUDA builds b
 
 
 class CompileError(RuntimeError):
-    """The compiler's own words."""
+    """The compiler's own words, or those of the library around it."""
 
 
 def refusal() -> str | None:
@@ -36,6 +36,8 @@ def _refusal() -> str | None:
         found = version()
     except OSError:
         return MISSING
+    except CompileError as error:
+        return str(error)
     if found < OLDEST:
         return f"it needs NVRTC {OLDEST[0]}.{OLDEST[1]} or newer, got {found[0]}.{found[1]} (pip install nvidia-cuda-nvrtc)"
     return None
@@ -62,6 +64,11 @@ def _loaded(path: str) -> ctypes.CDLL:
         for second in glob.glob(os.path.join(glob.escape(folder), f"libnvrtc-builtins.so.{name.rsplit('.', 1)[1]}*")):
             ctypes.CDLL(second)
     return ctypes.CDLL(path)
+
+
+def found_at() -> str:
+    """The library's path, or its name where the system knows it."""
+    return str(library()._name)
 
 
 @lru_cache(maxsize=1)
@@ -99,7 +106,7 @@ def _check(code: int, doing: str) -> None:
     if code != 0:
         words = library().nvrtcGetErrorString
         words.restype = ctypes.c_char_p
-        raise RuntimeError(f"NVRTC: {doing} failed: {words(code).decode()}")
+        raise CompileError(f"NVRTC: {doing} failed: {words(code).decode()}")
 
 
 def spilled_bytes(log: str) -> int:

@@ -1,8 +1,11 @@
 """How a problem becomes launches: the CUDA forward with the Gluon engine's fix-up behind it, and the Gluon engine's backward."""
 
+from tilewise.core import store
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.cuda.launches import fwd_launch
+from tilewise.engines.cuda.nvrtc import CompileError
+from tilewise.engines.gluon import run as gluon_run
 from tilewise.engines.gluon.run import Forward, serves_forward
 from tilewise.engines.gluon.run import backward as backward  # of the engine's two passes, the Gluon engine's
 from tilewise.engines.gpu.arguments import seed_of
@@ -13,5 +16,11 @@ from tilewise.engines.triton import run as triton_run
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if not serves_forward(p):
         return triton_run.forward(p, plan)
-    ready = plan.prepared(FORWARD, p, "cuda", lambda: Forward(p, fwd_launch))
+    try:
+        ready = plan.prepared(FORWARD, p, "cuda", lambda: Forward(p, fwd_launch))
+    except CompileError as error:  # found, but of no use for this kernel: the Gluon engine's has the same tile schedules
+        if plan.by_name:
+            raise
+        store.warn_once(f"{error}; calls like this one are served by 'gluon'")
+        return gluon_run.forward(p, plan)
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))

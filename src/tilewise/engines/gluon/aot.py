@@ -26,8 +26,11 @@ def launches_around_forward(p: Problem) -> list[Candidates]:
 
 
 def backward_launches(p: Problem) -> list[Candidates]:
-    (out, lse, _), workspace = output_of(p), launches.backward_workspace(p)
-    work, grads = launches.Work(*workspace.tensors(workspace.allocate())), (torch.empty_like(p.query), torch.empty_like(p.key), torch.empty_like(p.value))
+    (out, lse, _), workspace = output_of(p.replaced(partial=False)), launches.backward_workspace(p)  # those of whole rows
+    work, grads = (
+        launches.Work(*workspace.tensors(workspace.allocate())),
+        (torch.empty_like(p.query, dtype=p.result_dtype), torch.empty_like(p.key), torch.empty_like(p.value)),
+    )
     return [
         lambda: [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, lse, out, None, work.delta, work))],
         lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, grads[1], grads[2], work))],
@@ -41,10 +44,12 @@ def _mask_bits(p: Problem, axis: MapAxis) -> list[Candidates]:
         return []
     p = in_strips(p)
     numbers = torch.empty(1, dtype=torch.int32, device=p.device)
-    schedules = rows_ahead(p, axis.tile, axis.by_keys) if is_made_on_device(p) else []
-    return [lambda: [bits_launch(p, axis, numbers, axis.schedule(p), numbers)], *[partial(list, [launch]) for launch in schedules]]
+    on_device = is_made_on_device(p)
+    schedules = rows_ahead(p, axis.tile, axis.by_keys) if on_device else []
+    bits = lambda: [bits_launch(p, axis, numbers, axis.schedule(p), numbers, numbers if on_device else None)]
+    return [bits, *[partial(list, [launch]) for launch in schedules]]
 
 
 def output_of(p: Problem) -> Output:
     rows = torch.empty((p.batch, p.heads, p.q_len), dtype=torch.float32, device=p.device)
-    return Output(like_query(p.query, p.v_dim), rows, rows)
+    return Output(like_query(p.query, p.v_dim, p.result_dtype), rows, rows)

@@ -23,8 +23,9 @@ class ForwardConfig:
     k_stages: int
     v_stages: int  # with three or more, V is awaited after the softmax that precedes P V, and the next K while the products run
     ping_pong: bool  # consumer warpgroups take turns at issuing wgmma
-    own_o_buffer: bool  # O is staged in shared memory of its own, not in Q's: the next Q can load during the epilogue
+    own_o_buffer: bool  # O is not staged in Q's shared memory, but in some of its own: the next Q can load during the epilogue
     anchored: bool = False  # full tiles but the first keep the rows' maxima as they are (docs/kernels/softmax.md)
+    partial: bool = False  # outputs are parts of rows', in fp32: they leave from registers, and O needs no buffer
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -82,13 +83,28 @@ def smem_dim(size: int) -> int:
 
 
 def forward_config(p: Problem) -> ForwardConfig:
-    config = _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), p.given_tiles is not None, grid_width(p) is not None)
-    return _anchored(config) if is_anchored(p) and grid_width(p) is None else config  # most tiles of patches are masked
+    config = _of_sizes(p)
+    config = _anchored(config) if is_anchored(p) and grid_width(p) is None else config  # most tiles of patches are masked
+    return _partial(config) if p.partial else config
+
+
+def forward_tile(p: Problem) -> tuple[int, int]:
+    """Queries and keys of the forward's tiles, which depend neither on a score nor on the form of the output: torch.compile comes here."""
+    return _of_sizes(p).tile
+
+
+def _of_sizes(p: Problem) -> ForwardConfig:
+    return _forward_config(smem_dim(p.head_dim), smem_dim(p.v_dim), p.given_tiles is not None, grid_width(p) is not None)
 
 
 @lru_cache(maxsize=64)
 def _anchored(config: ForwardConfig) -> ForwardConfig:
     return replace(config, anchored=True)
+
+
+@lru_cache(maxsize=64)
+def _partial(config: ForwardConfig) -> ForwardConfig:
+    return replace(config, partial=True, own_o_buffer=True)
 
 
 @lru_cache(maxsize=64)

@@ -102,5 +102,7 @@ class MaskBitsGeometry(NamedTuple):
 class MaskBitsConstants(KernelConstants):
     by_keys: bool  # the map's rows are key tiles
     transposed: bool  # a block's rows are the map's columns
+    orders: bool  # the map's rows, too
+    chunk: int  # rows looked at together for that
     rows_per_program: int
     columns: int

@@ -28,7 +28,7 @@ from tilewise.engines.gpu.bwd_chunks import padded_rows, sums_rows
 from tilewise.engines.gpu.config import padded_dim
 from tilewise.engines.gpu.kernel_args import BwdStrides, FwdStrides, FwdTensors, PreprocessStrides
 from tilewise.engines.gpu.launch import Launch, Source, TmaTensor, mask_captures, score_captures
-from tilewise.engines.gpu.limits import sm_count
+from tilewise.engines.gpu.limits import free_sms
 from tilewise.engines.gpu.mods import dscore_of, mask_of, mod_arguments, scales, score_of
 from tilewise.engines.gpu.workspace import Part, Workspace
 
@@ -71,7 +71,7 @@ def fwd_tensors(p: Problem, output: Output, counter: Tensor) -> Tensors:
         "q_desc": tma_tensor(p.query, ROWS, config.d, width),
         "k_desc": tma_tensor(p.key, config.block_n, config.d, width),
         "v_desc": tma_tensor(p.value, config.block_n, config.dv, width),
-        "o_desc": tma_tensor(output.out, ROWS, config.dv, width),
+        "o_desc": output.out if config.partial else tma_tensor(output.out, ROWS, config.dv, width),
         "p_lse": output.lse,
         "p_max": output.max_score,
         "p_counter": counter,
@@ -134,7 +134,7 @@ def fwd_launch(p: Problem, output: Output, counter: Tensor) -> Launch:
     return Launch(
         "hopper_fwd",
         kernels,
-        min(heads * schedule.count, sm_count(p.device)),
+        min(heads * schedule.count, free_sms(p)),
         tensors,
         {
             "tiles": schedule.tensors,
@@ -147,6 +147,8 @@ def fwd_launch(p: Problem, output: Output, counter: Tensor) -> Launch:
             "scale": scales(p),
             **dropout_arguments(p),
             "score": mod_arguments(p)["score"],
+            "s_out": strides(output.out) if config.partial else None,
+            "dv_true": p.v_dim if config.partial else None,
         },
         {
             "SCORE": score_of(p, split_index=True),

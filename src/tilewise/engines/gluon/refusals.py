@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tilewise.core.problem import Problem
 from tilewise.engines.base import rows_are_aligned
-from tilewise.engines.gluon.config import backward_config, forward_config
+from tilewise.engines.gluon.config import backward_config, forward_tile
 from tilewise.engines.gpu.decoding import is_decoding
 from tilewise.engines.gpu.limits import rows_too_far_apart
 
@@ -31,11 +31,7 @@ def refuse_backward(p: Problem, learns: bool) -> str | None:
 
 
 def _part(p: Problem) -> str | None:
-    if p.partial:
-        return f"it rounds out and gradients to {p.dtype}; parts of them are wanted in {p.result_dtype}"
-    if p.dropout_places is not None:
-        return "it draws dropout for a whole problem alone, got a part of one"
-    return None
+    return None if p.dropout_places is None else "it draws dropout for a whole problem alone, got a part of one"
 
 
 def _shape(p: Problem) -> str | None:
@@ -65,7 +61,7 @@ def tma_can_load(t: Tensor) -> bool:
 def _tiles(p: Problem) -> str | None:
     if p.given_tiles is None:
         return None
-    wanted, given = forward_config(p).tile, p.given_tiles.tile
+    wanted, given = forward_tile(p), p.given_tiles.tile
     if given[0] % wanted[0] or given[1] % wanted[1]:
         return f"it needs given tiles that are multiples of {wanted}, got {given}"
     geometry = p.given_tiles.geometry

@@ -12,7 +12,7 @@ from tilewise.engines.gluon.config import BackwardConfig, ForwardConfig, backwar
 from tilewise.engines.gluon.mask_bits import pack_mask_bits_launch
 from tilewise.engines.gluon.patches import in_strips
 from tilewise.engines.gpu.arguments import mask_within_given_tiles
-from tilewise.engines.gpu.device_map import MAX_ELEMENTS, DeviceMap, bits_blocks, captures_of, device_map_of, form_of_given, is_made_on_device
+from tilewise.engines.gpu.device_map import MAX_ELEMENTS, DeviceMap, Tables, bits_blocks, captures_of, device_map_of, form_of_given, is_made_on_device
 from tilewise.engines.gpu.launch import AnyTensor, Find, Launch, flat, prepare
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.gpu.tile_schedule import TileSchedule, key_schedule, query_schedule, schedule_from
@@ -132,18 +132,16 @@ def _with_mask_bits(p: Problem, axis: MapAxis, tiles: TileSchedule) -> HopperSch
 
 
 def _made_on_device(p: Problem, axis: MapAxis, made: DeviceMap) -> HopperSchedule:
-    tables = made.rows(axis.tile, axis.by_keys)
+    form = made.recipe.form
 
-    def make() -> HopperSchedule:
+    def pack(tables: Tables, bits: Tensor) -> HopperSchedule:
         tiles = schedule_from(made, tables, axis.tile, axis.by_keys)
-        bits = made.empty((bits_blocks(made.recipe.form, axis.tile, axis.by_keys), axis.bits_shape[0], 4))
-        launch = made.recipe.launch(("pack_mask_bits", axis), lambda: bits_launch(p, axis, bits, tiles, tables.first_bits))
-        launch.launch([bits, *tiles.tensors[1:], tables.first_bits, *captures_of(p)])
-        form, most = made.recipe.form, made.recipe.form.most
-        density = UNKNOWN_DENSITY if most is None else most / max(-(-form.kv_len // form.size[1]), 1)
+        launch = made.recipe.launch(("pack_mask_bits", axis), lambda: bits_launch(p, axis, bits, tiles, tables.first_bits, tables.n_tiles))
+        launch.launch([bits, *tiles.tensors[1:], tables.first_bits, tables.order, tables.n_tiles, *captures_of(p)])
+        density = UNKNOWN_DENSITY if form.most is None else form.most / max(-(-form.kv_len // form.size[1]), 1)
         return HopperSchedule(tiles, (*tables, bits), density)
 
-    return made.remember(axis, make)
+    return made.rows_with(axis, axis.tile, axis.by_keys, (axis.bits_shape[0], 4), pack)
 
 
 def columns_of(p: Problem, axis: MapAxis) -> int:
@@ -151,5 +149,5 @@ def columns_of(p: Problem, axis: MapAxis) -> int:
     return -(-(p.q_len if axis.by_keys else p.kv_len) // axis.columns)
 
 
-def bits_launch(p: Problem, axis: MapAxis, bits: Tensor, tiles: TileSchedule, first: AnyTensor) -> Launch:
-    return pack_mask_bits_launch(p, axis.bits_shape, axis.by_keys, axis.transposed, bits, tiles, first)
+def bits_launch(p: Problem, axis: MapAxis, bits: Tensor, tiles: TileSchedule, first: AnyTensor, visited: AnyTensor | None = None) -> Launch:
+    return pack_mask_bits_launch(p, axis.bits_shape, axis.by_keys, axis.transposed, bits, tiles, first, visited)

@@ -188,13 +188,35 @@ class DeviceMap:
         """A row per query tile over key tiles, or per key tile over query tiles."""
         return self.remember((tile, by_keys), lambda: self._make_rows(tile, by_keys))
 
+    def rows_with(self, name: Hashable, tile: tuple[int, int], by_keys: bool, block: tuple[int, int], fill: Callable[[Tables, Tensor], Value]) -> Value:
+        """What `fill` makes of such rows, which it orders, and of one block of int32 for each masked tile, for which it is given memory."""
+        return self.remember(name, lambda: self._fill(tile, by_keys, block, fill))
+
     def _make_rows(self, tile: tuple[int, int], by_keys: bool) -> Tables:
-        r = self.recipe
-        geometry, sizes = table_sizes(r.form, tile, by_keys)
-        tables = Tables(*stretches(self.empty((sum(sizes),)), sizes))
-        runs = r.launch(("schedule_rows", tile, by_keys), lambda: rows_launch(sizes[0], r.form, tile, by_keys, geometry, self._states, tables))
-        runs.launch([self._states, *tables])
-        r.launch(("order_rows", tile, by_keys), lambda: order_launch(sizes[0], geometry, tables)).launch([*tables])
+        geometry, sizes = table_sizes(self.recipe.form, tile, by_keys)
+        tables = self._write_runs(tile, by_keys, self.empty((sum(sizes),)), 0)
+        self.recipe.launch(("order_rows", tile, by_keys), lambda: order_launch(sizes[0], geometry, tables)).launch([*tables])
+        return tables
+
+    def _fill(self, tile: tuple[int, int], by_keys: bool, block: tuple[int, int], fill: Callable[[Tables, Tensor], Value]) -> Value:
+        """Tables lie behind the blocks: to allocate memory takes as long as a launch."""
+        blocks, size = bits_blocks(self.recipe.form, tile, by_keys), block[0] * block[1]
+        tables: Tables | None = self._derived.get((tile, by_keys))
+        behind = 0 if tables is not None else -(-sum(table_sizes(self.recipe.form, tile, by_keys)[1]) // size)
+        memory = self.empty((blocks + behind, *block))
+        if tables is None:
+            tables = self._write_runs(tile, by_keys, memory, blocks * size)
+        made = fill(tables, memory)
+        self._derived[(tile, by_keys)] = tables
+        return made
+
+    def _write_runs(self, tile: tuple[int, int], by_keys: bool, memory: Tensor, begin: int) -> Tables:
+        """Tables from this element of the memory on, all but the order."""
+        form = self.recipe.form
+        geometry, sizes = table_sizes(form, tile, by_keys)
+        tables = Tables(*stretches(memory, begin, sizes))
+        launch = self.recipe.launch(("schedule_rows", tile, by_keys), lambda: rows_launch(sizes[0], form, tile, by_keys, geometry, self._states, tables))
+        launch.launch([self._states, *tables])
         return tables
 
 

@@ -110,7 +110,7 @@ class RowsGeometry(NamedTuple):
     n_bits: int  # blocks of mask bits that a row has room for
 
 
-# -- arguments of kernels that both engines have ------------------------------------------------------------------------
+# -- arguments of kernels that several engines have ---------------------------------------------------------------------
 
 
 class FwdTensors(NamedTuple):

@@ -71,18 +71,18 @@ class Stretch:
     def view(self) -> Tensor:
         """What lies there, to look at."""
         begin = (self._at - self._memory.data_ptr()) // 4
-        return self._memory[begin : begin + self._size]
+        return self._memory.view(-1)[begin : begin + self._size]
 
 
 AnyTensor = Tensor | Stretch
 
 
-def stretches(memory: Tensor, sizes: Sequence[int]) -> Sequence[AnyTensor]:
-    """The parts of a tensor of int32, one after the other. The interpreter needs tensors."""
+def stretches(memory: Tensor, begin: int, sizes: Sequence[int]) -> Sequence[AnyTensor]:
+    """Parts of a tensor of int32, one after the other, from this element on. The interpreter needs tensors."""
     if interpreted():
-        views: Sequence[Tensor] = memory.split(list(sizes))
+        views: Sequence[Tensor] = memory.view(-1)[begin : begin + sum(sizes)].split(list(sizes))
         return views
-    found, at = [], memory.data_ptr()
+    found, at = [], memory.data_ptr() + 4 * begin
     for size in sizes:
         found.append(Stretch(memory, at, size))
         at += 4 * size

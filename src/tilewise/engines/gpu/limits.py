@@ -80,3 +80,8 @@ def interpreted() -> bool:
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a few for Triton's interpreter, so that small tests split their keys."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED_SMS
+
+
+def free_sms(problem: Problem) -> int:
+    """Those that a persistent kernel may hold to its end."""
+    return max(2, sm_count(problem.device) - problem.busy_sms)  # a cluster has two programs

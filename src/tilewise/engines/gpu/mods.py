@@ -9,7 +9,7 @@ import torch
 
 from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
-from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.codegen import Extents, layouts_of
 from tilewise.engines.gpu.config import LOG2E
 from tilewise.engines.gpu.emit import Writer, dscore_source, either_source, fixed_source, gauge_source, mask_source, scatter_source, score_source
 from tilewise.engines.gpu.generated import Generated, generated
@@ -84,6 +84,8 @@ def _inner(p: Problem) -> tuple[float, BoundProgram | None, float]:
     they are written: every rounding counts there."""
     if p.score is None or p.dtype == torch.float32:
         return 1.0, p.score, 1.0
+    if torch.compiler.is_compiling():  # it traces through caches, with a warning
+        return factored(p.score)
     known = _factored(p.score.program.text, p.score.ints, exact(p.score.floats))
     return known.factor, replace(known.call, captures=p.score.captures), known.gain
 
@@ -148,8 +150,7 @@ def extents_of(p: Problem) -> Extents:
 
 
 def _writer(program: Program, call: BoundProgram, extents: Extents, precise: bool, split_index: bool) -> Writer:
-    layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, t.numel() >= 2**31) for t in call.captures)
-    return Writer(program, call, extents, layouts, precise, split_index)
+    return Writer(program, call, extents, layouts_of(call.captures), precise, split_index)
 
 
 def _scored(entry: str, source: Callable[[Writer, str], list[str]], program: Program, call: BoundProgram, p: Problem, split_index: bool) -> Generated:

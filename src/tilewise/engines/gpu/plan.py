@@ -72,7 +72,7 @@ class GpuPlan(Plan):
         if self._made_on_device is None:
             self._made_on_device = is_made_on_device(p)
         sources, captures = schedule_sources(name, p), () if p.score is None else p.score.captures
-        part = p.partial, places_key(p)
+        part = p.partial, p.busy_sms, places_key(p)
         return self._contents(sources) if sources else (), tuple([t.data_ptr() for t in captures]) if captures else (), part, tuning.state()
 
     def _contents(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:

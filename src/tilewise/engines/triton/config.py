@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.core.problem import Problem
+from tilewise.core.problem import FLOAT8, Problem
 from tilewise.engines.gpu.config import Config, Configs, dividing, dot_precision, padded_dim
 from tilewise.engines.gpu.limits import interpreted
 
@@ -52,6 +52,8 @@ def table_config(role: str, p: Problem) -> Config:
         largest, config = next((size, c) for size, c in TABLES[role].items() if width <= size)
         if p.mask is not None and (p.score is None or largest > 128):
             config = MASKED.get(role, {}).get(largest, config)
+        if role == "decode" and p.key.dtype in FLOAT8 and p.dtype != torch.float32:  # half the bytes
+            config = config._replace(n=2 * config.n)
         if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
             config = BY_PRECISION.get(dot_precision(p.dtype), {}).get(role, {}).get(largest, config)

@@ -67,6 +67,8 @@ def tuned(p: Problem, roles: tuple[str, ...], make: Callable[[Configs], Launch])
     tile, precision = _given_tile(p), dot_precision(p.dtype)
     arch = architecture(p.device) if p.device.type == "cuda" else p.device.type
     inputs = f"{p.head_dim} {p.v_dim} {p.dtype} {precision}"
+    if p.pages is not None:
+        inputs += f" pages {p.pages.size} {p.key.dtype}"
     kind = f"{roles} {inputs} masked {p.mask is not None} scored {p.score is not None} tiles {tile} {arch} {sources_digest()}"
 
     def milliseconds(configs: Configs) -> float:

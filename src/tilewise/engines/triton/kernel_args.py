@@ -44,6 +44,7 @@ class DecodeSplitArgs(NamedTuple):
 @dataclass(frozen=True)
 class DecodeSplitConstants(AttentionConstants):
     whole: bool  # there is one split: the kernel makes the output
+    paired: bool  # float8 keys and values are loaded two by two
     has_lengths: bool  # keys are in pages, those of a batch element before args.pages.lengths[i_b]
 
 

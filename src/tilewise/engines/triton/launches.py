@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.core.problem import Problem
+from tilewise.core.problem import FLOAT8, Problem
 from tilewise.engines.gpu.anchoring import is_anchored
 from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, mods_of, pages_of, schedule_of, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows
 from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
-from tilewise.engines.gpu.kernel_args import BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
+from tilewise.engines.gpu.kernel_args import AlignedStrides, BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
 from tilewise.engines.gpu.launch import Launch, Source, mask_captures, page_tensors, place_squares, score_captures
 from tilewise.engines.gpu.mods import dscore_of, gauge_of, mask_of, scales, scatter_of, score_of
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
@@ -103,7 +103,9 @@ def decode_whole_tensors(p: Problem, out: Tensor, lse: Tensor, max_score: Tensor
 
 def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, config: Config) -> Launch:
     rows, out = p.heads // p.kv_heads * p.q_len, tensors.out
-    constants = attention_constants(p, (padded_dim(rows), config.n), False, config.stages)
+    # Triton gives the loads of page numbers half of the stages, and those of keys and values the other half: as many tiles are in flight as without pages.
+    stages = config.stages if p.pages is None else 2 * config.stages - 1
+    constants = attention_constants(p, (padded_dim(rows), config.n), False, stages)
     return Launch(
         "decode_split",
         kernels,
@@ -122,14 +124,23 @@ def decode_split_launch(p: Problem, tensors: DecodeSplitTensors, splits: int, co
             "MASK": mask_of(p),
             "SCORE": score_of(p),
             "C": DecodeSplitConstants(
-                **vars(replace(constants, sinks=tensors.sinks is not None)), whole=out is not None, has_lengths=p.pages is not None and p.pages.one_sequence
+                **vars(replace(constants, sinks=tensors.sinks is not None)),
+                whole=out is not None,
+                paired=loads_pairs(p),
+                has_lengths=p.pages is not None and p.pages.one_sequence,
             ),
         },
         config.warps,
-        config.stages,
+        stages,
         fuses(p),
         (mask_captures, score_captures, place_squares, page_tensors),
     )
+
+
+def loads_pairs(p: Problem) -> bool:
+    """Whether float8 keys and values are loaded two by two (kernels/decode.py): their rows must allow that, and halves of them make a product."""
+    halves = all([padded_dim(t.shape[3]) >= 32 and t.shape[3] % 2 == 0 and isinstance(strides(t), AlignedStrides) for t in (p.key, p.value)])
+    return p.key.dtype in FLOAT8 and p.dtype in (torch.float16, torch.bfloat16) and halves
 
 
 def decode_combine_tensors(p: Problem, partial: Partial, out: Tensor, lse: Tensor, max_score: Tensor) -> DecodeCombineTensors:

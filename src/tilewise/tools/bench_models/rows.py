@@ -110,6 +110,12 @@ def check(implementations: Sequence[str]) -> None:
             raise InputError(f"there is no implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
 
 
+def check_modes(row: Row, modes: Sequence[str]) -> None:
+    for mode in modes:
+        if mode not in row.modes:
+            raise InputError(f"{row.name} has no mode {mode!r}; it has {' and '.join(row.modes)}")
+
+
 def missing(row: Row) -> str | None:
     """Why a row cannot run for want of a package."""
     if importlib.util.find_spec(row.client) is None:

@@ -4,7 +4,7 @@
 //   Dropout makes some of P 0 after they were summed. A sink is one more weight in the sum, 2^(sink log2 e - shift).
 //
 // The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, FP16, SINKS, SCORED,
-// ANCHORED, DROPOUT, the struct Args, a struct Score (emit.py) if SCORED, and two functions,
+// ANCHORED, DROPOUT, PARTIAL, the struct Args, a struct Score (emit.py) if SCORED, and two functions,
 //   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)        64 x BN x 16, both operands in shared memory as they lie
 //   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)  64 x DV x 16, P in registers, V as it lies
 //
@@ -448,10 +448,15 @@ struct Rows {
             factor *= a.keep_scale;
 #endif
             int at = tile * BM + row + 8 * h;
-            if ((threadIdx.x & 3) == 0 && at < a.n_q) {
-                a.lse[(size_t)bh * a.n_q + at] = sound ? (shift[h] + log2_of(total)) * LN2 : nothing;
-                a.max_score[(size_t)bh * a.n_q + at] = QUIET_NAN;   // nobody looked for it
+            if ((threadIdx.x & 3) == 0 && at < a.n_q) a.lse[(size_t)bh * a.n_q + at] = sound ? (shift[h] + log2_of(total)) * LN2 : nothing;
+#if PARTIAL                                                     // in fp32: the four threads of a row write 32 bytes of it together as they are
+            float* line = a.out + (bh / a.n_heads * a.s_out_0 + bh % a.n_heads * a.s_out_1 + at * a.s_out_2);
+#pragma unroll
+            for (int i = 0; i < DV / 8; i++) {
+                int column = 8 * i + 2 * (threadIdx.x & 3), n = 4 * i + 2 * h;
+                if (at < a.n_q && column < a.v_sizes[3]) store_pair(line + column, o[n] * factor, o[n + 1] * factor);
             }
+#else
             char* line = (char*)a.out + 2 * (bh / a.n_heads * a.s_out_0 + bh % a.n_heads * a.s_out_1 + at * a.s_out_2);
 #pragma unroll
             for (int i = 0; i < (DV + 31) / 32; i++) {
@@ -465,6 +470,7 @@ struct Rows {
                 int column = 32 * i + 8 * (threadIdx.x & 3);
                 if (at < a.n_q && column < a.v_sizes[3]) store_16(line + 2 * column, w);
             }
+#endif
         }
     }
 

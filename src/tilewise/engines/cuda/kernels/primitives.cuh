@@ -54,6 +54,7 @@ DEV void tma_load_both(u32 to, const TensorMap& t, u32 bar, int column, int row,
 DEV void store_16(char* to, const u32 (&x)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+DEV void store_pair(float* to, float x, float y) { asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory"); }
 DEV void put_shared(u32 to, int x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 DEV int get_shared(u32 from) {
     int x;

@@ -108,6 +108,8 @@ def fwd(
     keep_scale,
     threshold,
     score,
+    s_out,
+    dv_true,
     SCORE: gl.constexpr,
     MAPPED: gl.constexpr,
     PATCHED: gl.constexpr,
@@ -121,7 +123,8 @@ def fwd(
     q_desc, k_desc, v_desc, o_desc: TMA descriptors, [batch, heads, tokens, dim], or [.., columns, rows, dim] of a grid if PATCHED.
     p_lse, p_max: [batch, heads, n_q]. p_counter: see next_item. tiles, s_tiles: a HopperSchedule's tensors, (batch, head) strides in rows of the map.
     ratio: query heads per key head. n_tiles: query tiles per head. n_bh: batch * heads. n_group: heads whose tiles are mixed because their K and V
-    fit into the L2 cache together. scale: see gpu/mods.py. C: a ForwardConfig."""
+    fit into the L2 cache together. scale: see gpu/mods.py. C: a ForwardConfig. If C.partial, o_desc is a pointer to float32, s_out are the strides and dv_true
+    the head dim of what it points to."""
     NWG: gl.constexpr = C.value.warpgroups
     KS: gl.constexpr = C.value.k_stages
     VS: gl.constexpr = C.value.v_stages
@@ -130,7 +133,7 @@ def fwd(
     k_bufs = buffers_for(k_desc, KS)  # [KS, BN, D]
     v_bufs = buffers_for(v_desc, VS)  # [VS, BN, DV]
     o_bufs = q_bufs  # [NWG, 64, DV]
-    if C.value.own_o_buffer:
+    if C.value.own_o_buffer and not C.value.partial:
         o_bufs = buffers_for(o_desc, NWG)
     q_full = gl.allocate_shared_memory(gl.int64, [1], MBARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], MBARRIER)
@@ -149,7 +152,21 @@ def fwd(
     load_shape = (n_heads, ratio, n_kv, n_tiles, n_bh, n_group, grid_width)
     load = ((q_desc, k_desc, v_desc), bufs, full, mailboxes, p_counter, tiles, s_tiles, load_shape)
     work_shape = (n_heads, n_q, n_kv, grid_width)
-    work = ((o_desc, p_lse, p_max), p_sinks, p_seed, bufs, o_bufs, full, mailboxes, tiles[MASK_BITS], work_shape, scale, keep_scale, threshold, score)
+    work = (
+        (o_desc, s_out, dv_true, p_lse, p_max),
+        p_sinks,
+        p_seed,
+        bufs,
+        o_bufs,
+        full,
+        mailboxes,
+        tiles[MASK_BITS],
+        work_shape,
+        scale,
+        keep_scale,
+        threshold,
+        score,
+    )
     MANY: gl.constexpr = C.value.registers[0]
     FEW: gl.constexpr = C.value.registers[1]
     if NWG == 2:
@@ -293,7 +310,7 @@ def consumer(
     """Consumer warpgroup WG computes rows [64 WG, 64 WG + 64) of every query tile: a first step without P V, steps that each issue S of one K tile and P V of
     the one before, a last P V without S, then the epilogue. P V lags a step behind so that the tensor cores have it to do during the softmax."""
     outputs, p_sinks, p_seed, bufs, o_bufs, full, mailboxes, p_bits, shape, scale, keep_scale, threshold, score = work
-    o_desc, p_lse, p_max = outputs
+    o_desc, s_out, dv_true, p_lse, p_max = outputs
     q_bufs, k_bufs, v_bufs = bufs
     q_full, k_full, v_full = full
     tile_mailbox, step_mailbox = mailboxes
@@ -371,6 +388,7 @@ def consumer(
                 b_l_row = gl.full_like(b_l_row, 1.0)
             sink = gl.load(p_sinks + i_bh % n_heads).to(gl.float32) * LOG2E
             b_mc_new = gl.maximum(b_mc, sink)
+            b_mc_new = gl.where(b_mc_new == float("-inf"), 0.0, b_mc_new)  # neither keys nor a sink: -inf - -inf would be NaN
             b_sink_decay = gl.exp2(b_mc - b_mc_new)
             b_l_row = b_l_row * b_sink_decay + gl.exp2(sink - b_mc_new)
             b_o = b_o * gl.expand_dims(gl.convert_layout(b_sink_decay, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
@@ -380,20 +398,33 @@ def consumer(
         b_lse = gl.where(is_empty, float("-inf"), (b_mc + gl.log2(b_l_row)) * LN2)
         gl.store(p_lse + o_row, gl.where(needs_fixup > 0, float("nan"), b_lse), mask=o_q < n_q)  # NaN: fwd_fixup recomputes the row (nonfinite_rows.py)
         b_o = b_o * gl.expand_dims(gl.convert_layout(keep_scale / b_l_row, gl.SliceLayout(1, O_L), assert_trivial=True), 1)
-        if C.value.own_o_buffer:
-            tma.store_wait(0)  # the TMA store of the previous tile has read the buffer
-        o_buf.reshape([ROWS, DV]).store(b_o.to(q_bufs.dtype))
-        fence_async_shared()
-        tma_store(o_desc, tma_coords(i_bh // n_heads, i_bh % n_heads, m0, grid_width, PATCHED), o_buf)
-        if not C.value.own_o_buffer:
-            tma.store_wait(0)
-            named_barrier_arrive(C.value.q_free, ALL_THREADS)
+        if C.value.partial:
+            p_o = o_desc + (i_bh // n_heads).to(gl.int64) * s_out[0] + (i_bh % n_heads).to(gl.int64) * s_out[1]
+            store_part(p_o, s_out, m0, n_q, dv_true, b_o, grid_width, PATCHED)
+        else:
+            if C.value.own_o_buffer:
+                tma.store_wait(0)  # the TMA store of the previous tile has read the buffer
+            o_buf.reshape([ROWS, DV]).store(b_o.to(q_bufs.dtype))
+            fence_async_shared()
+            tma_store(o_desc, tma_coords(i_bh // n_heads, i_bh % n_heads, m0, grid_width, PATCHED), o_buf)
+            if not C.value.own_o_buffer:
+                tma.store_wait(0)
+                named_barrier_arrive(C.value.q_free, ALL_THREADS)
         i_item += 1
         mbarrier.wait(q_full, i_item & 1)
         n_steps = mailbox_read(tile_mailbox, STEPS)
     tma.store_wait(0)
     if C.value.ping_pong and WG == 0:
         named_barrier_sync(TURN, TWO_WARPGROUPS)  # take the last turn that was passed on: no named barrier may be left half complete
+
+
+@gluon.jit
+def store_part(p_o, s_out, m0, n_q, dv_true, b_o, grid_width, PATCHED: gl.constexpr):
+    """O [64, DV] from registers, in fp32: the four lanes of a row write 32 bytes of it together."""
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, b_o.type.layout))
+    o_column = gl.expand_dims(gl.arange(0, b_o.shape[1], gl.SliceLayout(0, b_o.type.layout)), 0)  # [1, DV]
+    p_rows = p_o + gl.expand_dims(unpermuted_row(m0, o_row, grid_width, PATCHED).to(gl.int64) * s_out[2], 1)  # [64, 1]
+    gl.store(p_rows + o_column, b_o, mask=gl.expand_dims(m0 + o_row < n_q, 1) & (o_column < dv_true // 8 * 8))  # a multiple of 8, as the compiler can see
 
 
 @gluon.jit

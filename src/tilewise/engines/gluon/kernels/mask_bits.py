@@ -7,19 +7,24 @@ j < columns / 8). They are the bits 2 j + e of the word [row, c]: a thread loads
 import triton
 import triton.language as tl
 
+from tilewise.engines.gpu.kernels.device_map import place_row
+
 
 @triton.jit
-def pack_mask_bits(p_bits, tables, captures, geometry, ints, floats, sizes, MASK: tl.constexpr, C: tl.constexpr):
+def pack_mask_bits(p_bits, tables, order, captures, geometry, ints, floats, sizes, MASK: tl.constexpr, C: tl.constexpr):
     """The bits of all masked tiles of one row of the tile map, a block of [m, 4] words for each.
 
     A program packs ROWS_PER_PROGRAM rows of every block, so that it holds only [ROWS_PER_PROGRAM, COLUMNS] elements at a time. Blocks are numbered in the
-    order in which the Hopper kernels visit them. `tables` are a schedule's offsets, starts and stops, and the number of each row's first block.
+    order in which the Hopper kernels visit them. `tables` are a schedule's offsets, starts and stops, and the number of each row's first block. `order` is
+    where the rows' order is to be written, and how many tiles each has, if nobody has ordered them yet.
     """
     ROWS_PER_PROGRAM: tl.constexpr = C.value.rows_per_program
     COLUMNS: tl.constexpr = C.value.columns
     m, n_q, n_kv = geometry.m, geometry.n_q, geometry.n_kv
     row, i_part = tl.program_id(0) // geometry.n_programs, tl.program_id(0) % geometry.n_programs
     i_bh, i_tile = row // geometry.n_rows, row % geometry.n_rows
+    if C.value.orders and i_part == 0:
+        place_row(order[0], order[1], row, geometry.n_rows, C.value.chunk)
     i_b, i_h = i_bh // geometry.n_heads, i_bh % geometry.n_heads
     o_row = i_part * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     o_bit = tl.arange(0, COLUMNS) % (COLUMNS // 4)

@@ -1,8 +1,9 @@
 """The kernels that make tile schedules on the device: nothing is copied to the host, and every size is known from shapes.
 
 `base_states` evaluates a mask once, in base tiles of 16 x 16. Every kernel's tiles consist of whole base tiles, so that these serve all of them, and both
-axes: `schedule_rows` puts them together and writes the runs of each row, `order_rows` the order in which programs take the rows. Where tiles were chosen
-from data, those are the base tiles, which kernels' tiles divide.
+axes: `schedule_rows` puts them together and writes the runs of each row, `order_rows` the order in which programs take the rows (the Hopper engines' kernel
+for mask bits, which comes next there, does that as well: one launch less). Where tiles were chosen from data, those are the base tiles, which kernels' tiles
+divide.
 
 A state is made of two bits, FORBIDS and ALLOWS: whether the mask forbids, and whether it allows, any element of a tile. A tile's is the union of its base
 tiles'. Chosen tiles have the states of a map instead, which two masks of bits read in the same way: PARTIAL forbids, PARTIAL and FULL allow.
@@ -94,14 +95,18 @@ def write_runs(tables, is_member, first, place, STEP: tl.constexpr, C: tl.conste
 
 @triton.jit
 def order_rows(tables, n_rows, C: tl.constexpr):
+    place_row(tables[0], tables[1], tl.program_id(0), n_rows, C.value.chunk)
+
+
+@triton.jit
+def place_row(p_order, p_tiles, row, n_rows, CHUNK: tl.constexpr):
     """Puts one row of a tile map in its place among those of its head: the rows with more tiles come before it, and the earlier ones with as many."""
-    row = tl.program_id(0)
     i_row = row % n_rows
     head = row - i_row
-    n_tiles = tl.load(tables[1] + row)
+    n_tiles = tl.load(p_tiles + row)
     before = 0
-    for first in range(0, n_rows, C.value.chunk):
-        o_row = first + tl.arange(0, C.value.chunk)
-        b_tiles = tl.load(tables[1] + head + o_row, mask=o_row < n_rows, other=-1)
+    for first in range(0, n_rows, CHUNK):
+        o_row = first + tl.arange(0, CHUNK)
+        b_tiles = tl.load(p_tiles + head + o_row, mask=o_row < n_rows, other=-1)
         before += tl.sum(((b_tiles > n_tiles) | ((b_tiles == n_tiles) & (o_row < i_row))).to(tl.int32), 0)
-    tl.store(tables[0] + head + before, i_row)
+    tl.store(p_order + head + before, i_row)

@@ -116,10 +116,11 @@ def finalize_rows(b_m, b_l, b_acc, p_sinks, i_h, keep_scale, SINKS: tl.constexpr
     if SINKS:  # one more key, of value 0
         sink = tl.load(p_sinks + i_h).to(tl.float32) * LOG2E
         b_top = tl.maximum(b_m, sink)
-        b_decay = tl.exp2(b_m - b_top)
-        b_l = b_l * b_decay + tl.exp2(sink - b_top)
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)  # neither keys nor a sink: -inf - -inf would be NaN
+        b_decay = tl.exp2(b_m - b_base)
+        b_l = b_l * b_decay + tl.exp2(sink - b_base)
         b_acc = b_acc * b_decay[:, None]
-        b_m = b_top
+        b_m = b_base
     nothing = b_l == 0.0  # a row that attends to nothing: out = 0, lse = -inf
     b_out = b_acc * (keep_scale / tl.where(nothing, 1.0, b_l))[:, None]
     return b_out, tl.where(nothing, float("-inf"), (b_m + tl.log2(tl.where(nothing, 1.0, b_l))) * LN2)

@@ -70,23 +70,41 @@ def load_kv(
     PAGE: tl.constexpr,
     BOUNDED: tl.constexpr = True,
     NARROW: tl.constexpr = False,
+    PAIRED: tl.constexpr = False,
 ):
     """ROWS keys or values from `first` on, a multiple of ROWS, as load_rows gives them: of the first n_kv of a head, of batch element i_b. In pages (PAGE rows
-    each), the table says where each is; an entry of it that is no page counts as the nearest. Those that no sequence has are 0 where BOUNDED."""
+    each), the table says where each is; an entry of it that is no page counts as the nearest. Those that no sequence has are 0 where BOUNDED.
+
+    PAIRED: elements are bytes, and come two by two, as [ROWS, COLUMNS // 2] of 16 bits."""
     if PAGE == 0:
         return load_rows(p_head + first * s[2], s, n_kv - first, ROWS, COLUMNS, COLUMNS_TRUE, BOUNDED, NARROW)
     else:
-        p_table = pages.table + i_b.to(tl.int64) * pages.stride
-        o_kv = first + tl.arange(0, ROWS)
-        if PAGE // ROWS * ROWS == PAGE:  # one page has them all
-            page = nearest_page(tl.load(p_table + first // PAGE), pages)
-            if not BOUNDED:
-                return load_rows(p_head + (page * s[0] + first % PAGE * s[2]), s, ROWS, ROWS, COLUMNS, COLUMNS_TRUE, False, NARROW)
+        o_row = tl.arange(0, ROWS)
+        o_kv = first + o_row
+        ONE: tl.constexpr = PAGE // ROWS * ROWS == PAGE  # page has them all
+        if ONE:
+            i_page, o_within = first // PAGE, o_row
+            p_head += first % PAGE * s[2]
+        elif ROWS // PAGE * PAGE == ROWS:  # whole pages: rows of every tile lie at the same places in them
+            i_page, o_within = first // PAGE + o_row // PAGE, o_row % PAGE
         else:
-            page = nearest_page(tl.load(p_table + tl.minimum(o_kv, n_kv - 1) // PAGE), pages)  # [ROWS]
-        o_column = tl.arange(0, COLUMNS)
-        p = p_head + ((page * s[0] + o_kv % PAGE * s[2])[:, None] + o_column[None, :] * s[3])
-        inside = o_column[None, :] < COLUMNS_TRUE
+            i_page, o_within = o_kv // PAGE, o_kv % PAGE
+        if BOUNDED:
+            i_page = tl.minimum(i_page, (n_kv - 1) // PAGE)
+        p_page = p_head + nearest_page(tl.load(pages.table + i_b.to(tl.int64) * pages.stride + i_page), pages) * s[0]
+        if ONE and not BOUNDED and not PAIRED:
+            return load_rows(p_page, s, ROWS, ROWS, COLUMNS, COLUMNS_TRUE, False, NARROW)
+        o_within = o_within * tl.cast(s[2], tl.int32)
+        if ONE:  # one register each, as NARROW does in load_rows: with two, fewer programs fit a multiprocessor
+            o_within = o_within.to(tl.uint32) % 0x40000000
+        p_row = (p_page + o_within)[:, None]
+        BYTES: tl.constexpr = 2 if PAIRED else 1
+        o_column = tl.arange(0, COLUMNS // BYTES)[None, :]
+        if PAIRED:
+            p = p_row.to(tl.pointer_type(tl.int16)) + o_column
+        else:
+            p = p_row + o_column * s[3]
+        inside = o_column < COLUMNS_TRUE // BYTES
         if BOUNDED:  # rows that are not written may hold NaN: to find that out from the results would cost far more
             o_sequence = tl.minimum(o_kv, n_kv - 1) // pages.span
             n_keys = tl.load(pages.lengths + (i_b * pages.n_sequences + o_sequence))  # [ROWS]
@@ -204,6 +222,22 @@ def add_unfused(b_x, factor, b_y):
 def split_even_odd(b_x):
     """The even columns and the odd ones."""
     return tl.split(b_x.reshape(b_x.shape[0], b_x.shape[1] // 2, 2))
+
+
+@triton.jit
+def join_even_odd(b_even, b_odd):
+    """One block of even columns and odd ones."""
+    return tl.join(b_even, b_odd).reshape(b_even.shape[0], 2 * b_even.shape[1])
+
+
+@triton.jit
+def as_float16(b_x):
+    """Rows of bfloat16 as float16, each times a power of two that takes its largest element near the end of float16's range, and one over those powers [M].
+    What is lost is less than 2^-39 of the largest element."""
+    exponent = tl.max(tl.abs(b_x.to(tl.float32)), 1).to(tl.int32, bitcast=True) >> 23
+    power = tl.minimum(127 + 14 + 127 - exponent, 253)  # also biased
+    b_scaled = b_x.to(tl.float32) * (power << 23).to(tl.float32, bitcast=True)[:, None]
+    return b_scaled.to(tl.float16), ((254 - power) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -340,6 +374,11 @@ if INTERPRETED:
     @triton.jit
     def red_add(p, b_x):
         tl.atomic_add(p, b_x, sem="relaxed")
+
+    @triton.jit
+    def unpacked_float8(b_x, KIND: tl.constexpr):
+        b_even, b_odd = (b_x & 0xFF).to(tl.uint8), ((b_x >> 8) & 0xFF).to(tl.uint8)
+        return b_even.to(KIND, bitcast=True).to(tl.float16), b_odd.to(KIND, bitcast=True).to(tl.float16)
 else:
 
     @triton.jit
@@ -382,6 +421,26 @@ else:
         tl.inline_asm_elementwise(  # compiler.RED_ADD is part of this text
             "{ red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r", [address, b_x], dtype=tl.int32, is_pure=False, pack=1
         )
+
+    @triton.jit
+    def unpacked_float8(b_x, KIND: tl.constexpr):
+        """The low bytes and the high bytes of 16-bit elements as float16, which holds all numbers of either KIND of float8. Two neighbours, bytes 0 1 and 2 3
+        of a register, become 0 2 and 1 3 with as few instructions as there can be."""
+        if KIND.is_fp8e5():  # the upper half of a float16
+            return tl.inline_asm_elementwise(
+                "{ prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xFF00FF00; }", "=r,=r,r", [b_x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 sorted; .reg .b16 even, odd;
+                prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted;
+                cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }""",
+                "=r,=r,r",
+                [b_x],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
 
 
 if INTERPRETED:

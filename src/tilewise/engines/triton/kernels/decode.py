@@ -8,13 +8,17 @@ from tilewise.engines.gpu.kernels.primitives import (
     LOG2E,
     accumulate_pv,
     apply_dropout,
+    as_float16,
     dot_rows,
     final_scores,
     has_nonfinite,
+    join_even_odd,
     kv_head,
     load_kv,
     load_rows,
     overflowed,
+    split_even_odd,
+    unpacked_float8,
 )
 
 SEARCHED: tl.constexpr = tl.constexpr(4096)  # elements of the mask evaluated at a time, in search of keys that are attended to
@@ -52,6 +56,8 @@ def decode_split(tensors, args, MASK: tl.constexpr, SCORE: tl.constexpr, C: tl.c
     )  # [M, D]
     if C.value.upcast:
         b_q = b_q.to(tl.float32)
+    if C.value.paired:
+        b_q = paired_query(b_q)
     p_k = kv_head(tensors.k, args.strides.k, i_b, i_hk, PAGE)
     p_v = kv_head(tensors.v, args.strides.v, i_b, i_hk, PAGE)
 
@@ -155,6 +161,8 @@ def split_tiles(b_q, kv, bh, i_q, first, last, n_kv, tensors, args, MASK: tl.con
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_l = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, DV], tl.float32)
+    if C.value.paired:
+        b_acc = split_even_odd(b_acc)
     n_splits = args.n_splits
     whole = tl.minimum(last, n_kv // N)
     if (C.value.page > 0) and not C.value.has_lengths:
@@ -164,6 +172,8 @@ def split_tiles(b_q, kv, bh, i_q, first, last, n_kv, tensors, args, MASK: tl.con
     rest = first + (tl.maximum(whole - first, 0) + n_splits - 1) // n_splits * n_splits
     for i_kv in tl.range(rest, last, n_splits, num_stages=1):
         b_m, b_l, b_acc = split_tile(b_q, (b_m, b_l, b_acc), kv, bh, i_q, i_kv, n_kv, tensors, args, MASK, SCORE, True, C)
+    if C.value.paired:
+        b_acc = join_even_odd(b_acc[0], b_acc[1])
     return b_m, b_l, b_acc
 
 
@@ -177,11 +187,15 @@ def split_tile(b_q, state, kv, bh, i_q, i_kv, n_kv, tensors, args, MASK: tl.cons
     DV_TRUE: tl.constexpr = C.value.dv_true
     PRECISION: tl.constexpr = C.value.precision
     PAGE: tl.constexpr = C.value.page
+    PAIRED: tl.constexpr = C.value.paired
     b_m, b_l, b_acc = state
     o_kv = i_kv * N + tl.arange(0, N)
-    b_k = load_kv(kv[0], args.strides.k, i_kv * N, n_kv, bh[0], args.pages, N, D, D_TRUE, PAGE, BOUNDED).to(b_q.dtype)  # [N, D]
-    b_v = load_kv(kv[1], args.strides.v, i_kv * N, n_kv, bh[0], args.pages, N, DV, DV_TRUE, PAGE, BOUNDED).to(b_q.dtype)  # [N, DV]
-    b_s = dot_rows(b_q, b_k, PRECISION)  # S = Q K^T [M, N]
+    b_k = load_kv(kv[0], args.strides.k, i_kv * N, n_kv, bh[0], args.pages, N, D, D_TRUE, PAGE, BOUNDED, PAIRED=PAIRED)  # [N, D]
+    b_v = load_kv(kv[1], args.strides.v, i_kv * N, n_kv, bh[0], args.pages, N, DV, DV_TRUE, PAGE, BOUNDED, PAIRED=PAIRED)  # [N, DV]
+    if PAIRED:
+        b_s = dot_pairs(b_q, b_k, kv[0].dtype.element_ty, PRECISION)
+    else:
+        b_s = dot_rows(b_q, b_k.to(b_q.dtype), PRECISION)  # S = Q K^T [M, N]
     b_s = final_scores(b_s, bh, i_q, o_kv, n_kv, -1, args.mods, MASK, SCORE, BOUNDED or MASK is not None)
     c = args.mods.scale[1]
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * c)
@@ -191,8 +205,36 @@ def split_tile(b_q, state, kv, bh, i_q, i_kv, n_kv, tensors, args, MASK: tl.cons
     b_l = b_l * b_decay + tl.sum(b_p, 1)
     if C.value.dropout:
         b_p = apply_dropout(b_p, tensors.seed, args, bh, i_q, o_kv[None, :], C)
-    b_acc = accumulate_pv(b_acc, b_decay, b_p, b_v, PRECISION)
+    if PAIRED:
+        b_even, b_odd = unpacked_float8(b_v, kv[1].dtype.element_ty)
+        b_acc = accumulate_pv(b_acc[0], b_decay, b_p, b_even, PRECISION), accumulate_pv(b_acc[1], b_decay, b_p, b_odd, PRECISION)
+    else:
+        b_acc = accumulate_pv(b_acc, b_decay, b_p, b_v.to(b_q.dtype), PRECISION)
     return b_top, b_l, b_acc
+
+
+# Two bytes of float8 are loaded as one element of 16 bits: then tensor cores' operands come out of shared memory as fast as others, where those of values
+# would come byte by byte. The even columns and the odd ones make a product each. Products are of float16, which takes one instruction for two elements;
+# bfloat16 would take another for each, at a quarter of the speed, and be the limit instead of memory.
+
+
+@triton.jit
+def paired_query(b_q):
+    """Even columns, odd columns, and what scores have to be multiplied by."""
+    if b_q.dtype == tl.bfloat16:
+        b_q, b_unit = as_float16(b_q)
+    else:
+        b_unit = tl.full([b_q.shape[0]], 1.0, tl.float32)
+    b_even, b_odd = split_even_odd(b_q)
+    return b_even, b_odd, b_unit
+
+
+@triton.jit
+def dot_pairs(query, b_k, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """Q K^T [M, N] of a paired_query and pairs of K [N, D // 2]."""
+    b_even, b_odd = unpacked_float8(b_k, KIND)
+    b_s = tl.dot(query[0], tl.trans(b_even.to(query[0].dtype)), input_precision=PRECISION)
+    return tl.dot(query[1], tl.trans(b_odd.to(query[0].dtype)), b_s, input_precision=PRECISION) * query[2][:, None]
 
 
 @triton.jit
