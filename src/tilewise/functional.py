@@ -59,7 +59,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backe
         return attention(query, key, value, mask=mask, backend=backend, **options)
     if takes_dense_mask(requested_backend(backend)[0]):
         return attention(query, key, value, mask=DenseMask(mask), backend=backend, **options)
-    reading = mask_tensors.read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+    reading = mask_tensors.read_for_call(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is None:
         return attention(query, key, value, mask=mask, backend=backend, **options)
     return attention(query, key, value, mask=reading.mask, score=reading.score, backend=backend, **options)

@@ -172,3 +172,83 @@ def test_what_is_no_mask_is_refused() -> None:
         read(torch.ones(B, 1, 1, K, dtype=torch.int64), SIZES)
     with pytest.raises(tw.InputError, match=r"shape \(4, 7\) does not broadcast to .* \(2, 3, 5, 7\)"):
         read(torch.ones(4, K, dtype=torch.bool), SIZES)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are taken for those of a GPU, which are not read. Nothing is known yet."""
+    monkeypatch.setattr(map_cache, "MAX_VALUE_BYTES", -1)
+    monkeypatch.setattr(mask_tensors, "is_far", lambda mask: True)
+    mask_tensors.forget()
+    map_cache.maps.clear()
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+def test_masks_of_keys_made_anew_in_every_layer_make_one_call(far: None, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = normal(B, H, Q, 4, seed=0, dtype=torch.float32), normal(B, H, K, 4, seed=1, dtype=torch.float32)
+    made: list[Tensor] = []
+    original = sys.modules["tilewise.attention"].make_problem
+    monkeypatch.setattr(sys.modules["tilewise.attention"], "make_problem", lambda *args: (made.append(args[0]), original(*args))[1])
+    with torch.inference_mode(inference), torch.no_grad():
+        for hidden in range(K - 1):
+            mask = torch.ones(B, 1, 1, K, dtype=torch.bool)
+            mask[..., hidden] = False
+            expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask)
+            torch.testing.assert_close(scaled_dot_product_attention(q, k, k, mask), expected, rtol=1e-5, atol=1e-6)
+            del mask
+    assert len(made) == 1
+
+
+def test_a_mask_of_keys_is_copied_once_however_many_layers_use_it(far: None) -> None:
+    mask = KEEP[:, None, None].clone()
+    before = mask_tensors.looked()
+    with torch.no_grad():
+        first, again = (mask_tensors.read_for_call(mask, SIZES) for _ in range(2))
+        assert first is again and mask_tensors.looked() == before + 1
+        mask[0, 0, 0, 2] = False
+        assert mask_tensors.read_for_call(mask, SIZES) is not first
+
+
+def test_what_is_held_is_not_written_to(far: None) -> None:
+    """Neither by the reading of another mask, nor by one of a mask that takes its tensor's place."""
+    with torch.no_grad():
+        held = [mask_tensors.read_for_call((torch.arange(K) != n).expand(B, 1, 1, K), SIZES) for n in range(6)]  # more than are kept
+        for n, reading in enumerate(held):
+            assert reading is not None and reading.mask is not None
+            (tensor,) = reading.mask.traced().captures
+            assert tensor.flatten()[:K].tolist() == [i != n for i in range(K)]
+        assert len({id(reading.mask) for reading in held if reading is not None}) == 6
+        del reading, tensor, held
+        found = set()
+        for _ in range(6):
+            again = mask_tensors.read_for_call(KEEP[:1, None, None].clone(), SIZES)
+            assert again is not None
+            found.add(id(again.mask))
+            del again
+        assert len(found) == 1
+
+
+def test_a_backward_finds_the_mask_of_its_forward(far: None) -> None:
+    q, k = (normal(B, H, n, 4, seed=n, dtype=torch.float64).requires_grad_() for n in (Q, K))
+    outs, expected = [], []
+    for n in range(3):
+        mask = (torch.arange(K) != n).expand(B, 1, 1, K)
+        outs.append(scaled_dot_product_attention(q, k, k, mask))
+        expected.append(torch.nn.functional.scaled_dot_product_attention(q, k, k, mask))
+        del mask
+    with torch.no_grad():
+        scaled_dot_product_attention(q, k, k, (torch.arange(K) != 4).expand(B, 1, 1, K))
+    for ours, theirs in zip(outs, expected, strict=True):
+        for found, right in zip(torch.autograd.grad(ours.sum(), (q, k)), torch.autograd.grad(theirs.sum(), (q, k)), strict=True):
+            torch.testing.assert_close(found, right)
+
+
+def test_a_graph_that_is_captured_reads_the_tensor_itself(far: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays follow what the client writes there. So does a reading that was made before, for a call like it."""
+    mask = KEEP[:, None, None].clone()
+    with torch.no_grad():
+        before = mask_tensors.read_for_call(mask, SIZES)
+        monkeypatch.setattr(mask_tensors, "is_capturing", lambda mask: True)
+        reading = mask_tensors.read_for_call(mask, SIZES)
+    assert reading is not None and reading.mask is not None and before is not None and before.mask is not None
+    assert reading.mask.traced().captures[0].data_ptr() == mask.data_ptr() != before.mask.traced().captures[0].data_ptr()

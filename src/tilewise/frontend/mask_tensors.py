@@ -5,12 +5,15 @@ finfo.min, or -inf) is boolean. Finding out means reading the contents, so the r
 some clients make the same mask anew in every layer; of others by the tensor's identity, version and address, so that one that is changed in place or
 replaced is read again.
 
-To read a GPU's memory is to wait for the GPU, and many models make their padding masks anew in every step. So there a boolean mask of keys alone is taken
-as it is: kernels find out which tiles it hides.
+To read a GPU's memory is to wait for the GPU, and many models make their padding masks anew in every step, some in every layer. So there a boolean mask of
+keys alone is taken as it is: kernels find out which tiles it hides. For a call that no backward follows it is copied into a tensor that is kept, so that the
+call is a known one, in which nothing is traced and planned again.
 """
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from tilewise.core.locks import new_lock
 from tilewise.core.map_cache import contents_key, values_key
 from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError
+from tilewise.frontend.kept_buffers import KeptBuffers
 from tilewise.masks import Mask, broadcast_load, padding
 from tilewise.memory import can_be_looked_at
 from tilewise.sizes import broadcasts
@@ -29,18 +33,52 @@ FORBIDS = -9984.0  # added to a score, this or less makes exp() 0: clients write
 REMEMBERED = 64
 
 
-class Reading(NamedTuple):
-    """What a mask tensor means: a boolean mask, and what is added to the scores."""
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a mask tensor means: a boolean mask, and what is added to the scores. One that `read_for_call` gave has to be held as long as its mask is used."""
 
     mask: Mask | None = None
     score: scores.Score | None = None
 
 
-def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
+Sizes = tuple[int, int, int, int]
+"""Batch, heads, queries and keys."""
+
+
+def read(mask: Tensor, sizes: Sizes) -> Reading | None:
     """The reading of a mask that broadcasts to (batch, heads, queries, keys).
 
     None if its contents must not be read: under torch.compile, or if it requires grad.
     """
+    return _read(mask, sizes, None, _meaning)
+
+
+def read_for_call(mask: Tensor, sizes: Sizes) -> Reading | None:
+    """The same, for one call on the current stream."""
+    if not can_be_looked_at(mask) or not is_far(mask) or torch.is_grad_enabled() or is_capturing(mask):
+        return read(mask, sizes)  # a backward, or the replay of a CUDA graph, comes after the call
+    stream = torch.cuda.current_stream(mask.device) if mask.is_cuda else None
+
+    def look(whole: Tensor, sizes: Sizes) -> Reading:
+        return _in_buffer(whole, stream) if _is_of_keys(whole) and 0 not in sizes else _meaning(whole, sizes)
+
+    return _read(mask, sizes, (stream,), look)
+
+
+def is_far(mask: Tensor) -> bool:
+    """Whether to read it is to wait for a device."""
+    return mask.is_cuda
+
+
+def is_capturing(mask: Tensor) -> bool:
+    return mask.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+Look = Callable[[Tensor, Sizes], Reading]
+
+
+def _read(mask: Tensor, sizes: Sizes, purpose: Any, look: Look) -> Reading | None:
+    """`purpose` tells readings of one look from those of another."""
     check(mask, sizes)
     if mask.requires_grad or not can_be_looked_at(mask):
         return None
@@ -50,13 +88,14 @@ def read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading | None:
             return _values.get(mask, (values, sizes))
     whole = mask if mask._base is None else mask._base  # clients make a new view for every layer
     contents = contents_key((whole,))
-    if contents is None:
-        return _look(mask, sizes)
     with unrecorded():
-        return _readings.get(mask, whole, (contents, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.is_neg(), sizes))
+        if contents is None:
+            return look(_unexpanded(mask), sizes)
+        key = (contents, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.is_neg(), sizes, purpose)
+        return _readings.get(whole, key, lambda: look(_unexpanded(mask), sizes))
 
 
-def check(mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
+def check(mask: Tensor, sizes: Sizes) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(f"a mask tensor must be boolean (true: attend) or floating point (added to the scores), got {mask.dtype}")
     if not broadcasts(mask.shape, sizes):
@@ -75,14 +114,14 @@ class _Readings:
         with self._lock:
             self._kept.clear()
 
-    def get(self, mask: Tensor, whole: Tensor, key: tuple[Any, ...]) -> Reading:
+    def get(self, whole: Tensor, key: tuple[Any, ...], look: Callable[[], Reading]) -> Reading:
         """The reading of a mask that is a view of `whole`, or that itself."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None and found[0]() is whole:
                 self._kept.move_to_end(key)
                 return found[1]
-        reading = _look(mask, key[-1])
+        reading = look()
         self.looked += 1
         with self._lock:
             self._kept[key] = weakref.ref(whole, lambda _: self._kept.pop(key, None)), reading
@@ -130,12 +169,8 @@ def looked() -> int:
 
 def forget() -> None:
     """Drop all readings."""
-    for cache in (_readings, _values):
+    for cache in (_readings, _values, _buffers):
         cache.clear()
-
-
-def _look(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
-    return _meaning(_unexpanded(mask), sizes)
 
 
 def _unexpanded(mask: Tensor) -> Tensor:
@@ -147,17 +182,17 @@ def _unexpanded(mask: Tensor) -> Tensor:
     return whole
 
 
-def _meaning(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+def _meaning(mask: Tensor, sizes: Sizes) -> Reading:
     if 0 in sizes:  # an empty problem: there is nothing to mask, and an empty tensor has nothing to load
         return Reading()
     return _of_boolean(mask, sizes) if mask.dtype == torch.bool else _of_additive(mask, sizes)
 
 
-def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+def _of_boolean(mask: Tensor, sizes: Sizes) -> Reading:
     """All questions about the contents are answered together: on a GPU, every answer is a synchronisation."""
     heads, queries, keys = mask.shape[1:]
     first = mask[:, :1]
-    if mask.is_cuda and heads == queries == 1:
+    if _is_of_keys(mask):
         return Reading(_key_padding(first))
     lengths = first.sum(-1, keepdim=True)
     rows, columns = first.any(-1, keepdim=True), first.any(-2, keepdim=True)
@@ -180,11 +215,40 @@ def _of_boolean(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
     return Reading(Mask(broadcast_load(first), "tensor", *first.shape, fixed=True))
 
 
+def _is_of_keys(mask: Tensor) -> bool:
+    """Whether kernels find out what it hides."""
+    return is_far(mask) and mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1
+
+
 def _key_padding(mask: Tensor) -> Mask:
     return Mask(broadcast_load(mask), "key_padding", *mask.shape, fixed=True)
 
 
-def _of_additive(mask: Tensor, sizes: tuple[int, int, int, int]) -> Reading:
+class _Buffer(NamedTuple):
+    mask: Mask
+    tensor: Tensor  # what it loads from
+
+
+_buffers: KeptBuffers[_Buffer] = KeptBuffers()  # by device, stream and shape: the rest is written for every call
+
+
+def _in_buffer(mask: Tensor, stream: Any) -> Reading:
+    """A mask of keys, copied into a tensor that is kept."""
+    kind = (mask.device, stream, mask.shape)
+
+    def make() -> _Buffer:
+        with torch.inference_mode(False):  # else it would be an inference tensor, with which no call is known
+            tensor = torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
+        return _Buffer(_key_padding(tensor), tensor)
+
+    buffer = _buffers.take(kind, make)
+    buffer.tensor.copy_(mask)
+    reading = Reading(buffer.mask)
+    _buffers.keep(kind, buffer, reading)
+    return reading
+
+
+def _of_additive(mask: Tensor, sizes: Sizes) -> Reading:
     forbidden, impossible = mask <= FORBIDS, mask == -torch.inf
     adds, uniform, forbids = _answers(
         (torch.where(forbidden, 0, mask) != 0).any(),

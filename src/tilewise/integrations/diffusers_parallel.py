@@ -168,7 +168,7 @@ class _Own:
         assert reading is not None  # it may be read: it is a copy, and outside torch.compile
         if not self.is_causal:
             return reading
-        return reading._replace(mask=causal if reading.mask is None else reading.mask & causal)
+        return mask_tensors.Reading(causal if reading.mask is None else reading.mask & causal, reading.score)
 
     def _group(self, ranks: int, crosses: bool, config: Any) -> Any:
         """Heads over the ulysses degree, rows over the ring degree; where heads cannot be split so, or nothing but keys has to travel, the plan chooses."""

@@ -5,7 +5,6 @@ steps are that program with their own tensors and numbers. Where the sizes stay,
 and its padding into the tensors of an earlier step's mask, so that its calls are those of that step, prepared and known.
 """
 
-import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise import masks
-from tilewise.core.locks import new_lock
+from tilewise.frontend.kept_buffers import KeptBuffers
 from tilewise.lang import BoundProgram, Program
 from tilewise.masks import Mask
 
@@ -115,46 +114,35 @@ def _bound(sight: Sight, mask: Mask) -> Mask:
 # -- decoding within buffers of fixed sizes ------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
+class _InBuffers(NamedTuple):
     mask: Mask
     sight: Sight  # tensors of its own
-    holder: "weakref.ref[Any]"  # who was given it last
 
 
-# Masks of one query, by all that they are made of but what a step writes: device, batch, keys, window, and whether there are an offset and padding; and by the
-# stream, on which an earlier step's kernels may still have to read what the next step writes. One that somebody holds is left alone: generate() still has
-# the last step's when it asks for the next.
-_kept: dict[tuple[Any, ...], list[_Kept]] = {}
-_lock = new_lock()
-MAX_KINDS, MAX_OF_A_KIND = 16, 4
+# Masks of one query, by all that they are made of but what a step writes: device, stream, batch, keys, window, and whether there are an offset and padding.
+_kept: KeptBuffers[_InBuffers] = KeptBuffers()
 
 
 def in_buffers(batch: int, kv_length: int, device: torch.device, step: Sight, hold: Callable[[Mask], Any]) -> Any:
-    """The mask of one query, in tensors that outlive the step, given to a holder.
+    """The mask of one query, in tensors that outlive the step, given to a holder: generate() still has the last step's when it asks for the next.
 
     `step.visible` may be shorter than the keys: those after it are not visible. Nobody may look at the mask once its holder is gone.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     kind = (device, stream, batch, kv_length, step.window, step.offset is None, step.visible is None)
-    with _lock:
-        if kind not in _kept and len(_kept) >= MAX_KINDS:
-            del _kept[next(iter(_kept))]
-        of_kind = _kept.setdefault(kind, [])
-        free = next((k for k, kept in enumerate(of_kind) if kept.holder() is None), None)
-        found = None if free is None else of_kind.pop(free)
-    if found is None:
+
+    def make() -> _InBuffers:
         offset = None if step.offset is None else torch.zeros((), dtype=torch.int64, device=device)
         visible = None if step.visible is None else torch.zeros(batch, kv_length, dtype=torch.bool, device=device)
         sight = Sight(offset, step.window, None, visible)
         mask = mask_of(sight)
         assert mask is not None
-    else:
-        mask, sight, _ = found
-    _write(step, sight)
-    holder = hold(mask)
-    with _lock:
-        if len(of_kind) < MAX_OF_A_KIND:
-            of_kind.append(_Kept(mask, sight, weakref.ref(holder)))
+        return _InBuffers(mask, sight)
+
+    buffers = _kept.take(kind, make)
+    _write(step, buffers.sight)
+    holder = hold(buffers.mask)
+    _kept.keep(kind, buffers, holder)
     return holder
 
 

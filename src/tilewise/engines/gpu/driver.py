@@ -102,6 +102,7 @@ def tensor_map(t: Tensor, box: Box) -> bytes:
 def finds_map_addresses() -> bool:
     """Whether the driver keeps a tensor map's address in a known place. A constant to torch.compile."""
     try:
+        enter_context(current_device())  # without one the driver describes no tensor
         return map_address_offset() is not None
     except (AttributeError, OSError, RuntimeError):  # a driver without tensor maps, or none
         return False
