@@ -371,9 +371,9 @@ DECODED = [(heads, batch, length) for heads in (16, 32) for batch in (1, 8, 64) 
 
 def decode(args: argparse.Namespace) -> list[list[str]]:
     """One token: all keys attended; an eighth of them padding, on the left; the first half of a buffer written. SDPA gets a mask tensor for the last two."""
-    kinds = ["tilewise", "flash", "ratio", "tilewise, padded", "SDPA", "ratio", "tilewise, static", "SDPA", "ratio"]
+    kinds = ["tilewise", "flash", "ratio", "cuDNN", "ratio", "tilewise, padded", "SDPA", "ratio", "tilewise, static", "SDPA", "ratio"]
     table = [["decode on 8 key heads, D128 (TB/s of keys and values attended)", *kinds]]
-    for heads, batch, length in [(32, 1, 32768), (32, 8, 8192), (32, 64, 2048)] if args.quick else DECODED:
+    for heads, batch, length in [(32, 1, 32768), (32, 16, 8192), (32, 64, 4096)] if args.quick else DECODED:
         sets, turns = _caches(heads, batch, length)
         visible = torch.ones(batch, length, dtype=torch.bool, device="cuda")
         visible[:, : length // 8] = False
@@ -386,22 +386,25 @@ def decode(args: argparse.Namespace) -> list[list[str]]:
         def mine(mask: Any) -> Callable[..., Tensor]:
             return partial(tilewise.attention, mask=mask, enable_gqa=True, backend="flex")
 
-        def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        def torch_by(kernel: SDPBackend) -> Callable[..., Tensor]:
+            def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                with sdpa_kernel(kernel):
+                    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+            return forward
 
         def theirs(mask: Tensor) -> Callable[..., Tensor]:
             return partial(functional.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
 
         bytes_read = 2 * batch * 8 * length * 128 * 2
         cells = [f"B{batch} H{heads} KV {length}"]
-        for share, one, other in (
-            (1.0, mine(None), flash),
+        for share, one, *others in (
+            (1.0, mine(None), torch_by(SDPBackend.FLASH_ATTENTION), torch_by(SDPBackend.CUDNN_ATTENTION)),
             (7 / 8, mine(lambda b, h, q, kv, visible=visible: visible[b, kv]), theirs(visible[:, None, None])),
             (1 / 2, mine(lambda b, h, q, kv, position=position: q + position >= kv), theirs(written)),
         ):
-            rates = [share * bytes_read / times(f) / 1e9 for f in (one, other)]
-            cells += [f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.2f}"]
+            ours, *rates = [share * bytes_read / times(f) / 1e9 for f in (one, *others)]
+            cells += [f"{ours:.2f}", *[cell for rate in rates for cell in (f"{rate:.2f}", f"{ours / rate:.2f}")]]
         print("  ".join(f"{c:>14s}" for c in cells), flush=True)
         table.append(cells)
     return table
@@ -413,7 +416,7 @@ def _caches(heads: int, batch: int, length: int) -> tuple[list[tuple[Tensor, ...
     return [tuple(t.detach() for t in tensors(batch, heads, 1, 128, 8, length)) for _ in range(count)], iter(range(10**9))
 
 
-PAGED = [(batch, length) for batch in (1, 16, 64) for length in (4096, 8192, 32768) if batch * length <= 2**20]
+PAGED = [(1, 131072), *[(batch, length) for batch in (1, 16, 64) for length in (4096, 8192, 32768) if batch * length <= 2**20]]
 
 
 def paged(args: argparse.Namespace) -> list[list[str]]:
@@ -422,7 +425,7 @@ def paged(args: argparse.Namespace) -> list[list[str]]:
     sizes = (1, 16, 64, 256)
     columns = [f"page {size}, ratio" for size in sizes]
     table = [["decode, 32 query heads on 8, D128 (TB/s)", "in order", *columns, "float8, page 64", "of bf16, page 64", "torch, page 256"]]
-    for batch, length in [(1, 32768), (16, 8192), (64, 4096)] if args.quick else PAGED:
+    for batch, length in [(1, 32768), (1, 131072), (16, 8192), (64, 4096)] if args.quick else PAGED:
         query = torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
         lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
         bytes_read = 2 * batch * 8 * length * 128 * 2

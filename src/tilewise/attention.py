@@ -209,7 +209,7 @@ def run(
             "of its kernels. torch.export.export and torch.compile take models with tilewise in them"
         )
     if pages is not None and (not is_plain((query, key, value)) or query.is_meta):
-        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse)
+        return _in_order(query, key, value, pages, mask, score, options, backend, needs_lse)
     options = options.of_plain_values()
     name, source = requested_backend(backend)
     call_key = key_of(query, key, value, mask, score, options, name, needs_lse, pages)
@@ -224,7 +224,7 @@ def run(
     with unrecorded():
         problem, mask_name = make_problem(query, key, value, mask, score, options, pages)
     if pages is not None and torch.is_grad_enabled() and any([t.requires_grad for t in problem.tensors]):
-        return run(query, *_in_order(query, key, value, pages), mask, score, options, backend, needs_lse)
+        return _in_order(query, key, value, pages, mask, score, options, backend, needs_lse)
     with unrecorded():
         engine, choice = must_choose(problem, request)
         by_contents = engine.looks_at_contents and engine.name != name and problem.mask is not None  # the next call's may differ
@@ -233,9 +233,11 @@ def run(
     return execute(cached, problem, needs_lse)
 
 
-def _in_order(query: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
-    """Keys and values out of their pages: torch's own operations, for what kernels that read pages leave to others (gradients, torch.compile, torch.func)."""
-    return gathered(k_pages, pages, query.dtype), gathered(v_pages, pages, query.dtype)
+def _in_order(query: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Pages, *others: Any) -> Output:
+    """With keys and values out of their pages: torch's own operations, for what kernels that read pages leave to others (gradients, torch.compile,
+    torch.func)."""
+    output = run(query, gathered(k_pages, pages, query.dtype), gathered(v_pages, pages, query.dtype), *others)
+    return output if pages.v_scale == 1.0 else output._replace(out=output.out * pages.v_scale)
 
 
 def _again(cached: CachedCall, call_key: CallKey, query: Tensor, key: Tensor, value: Tensor, options: Options, needs_lse: bool, pages: Pages | None) -> Output:

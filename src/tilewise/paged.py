@@ -125,11 +125,12 @@ def paged_attention(
     table, lengths = page_table.to(torch.int32), kv_lengths.to(torch.int32).contiguous()
     table = table if table.stride(1) == 1 else table.contiguous()
     size, kv_heads = k_pages.shape[1:3]
-    if cu_seqlens_q is None:
-        paged = batched(query, size, table, lengths, mask is None)
-    else:
-        paged = packed(query, size, table, lengths, cu_seqlens_q, mask is None)
     scales = kv_scales(k_scale, v_scale, kv_heads, query.device)
+    v_number, scales = scales.number_of_values()
+    if cu_seqlens_q is None:
+        paged = batched(query, size, table, lengths, mask is None, v_number)
+    else:
+        paged = packed(query, size, table, lengths, cu_seqlens_q, mask is None, v_number)
     within, scores = in_pages(paged, mask, score, page_table.shape[0])
     scores, options = scales.applied(paged.query, scores, Options(scale=scale, enable_gqa=True))
     output = run(paged.query, k_pages.transpose(1, 2), v_pages.transpose(1, 2), within, scores, options, backend, return_lse, paged.pages)

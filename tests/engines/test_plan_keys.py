@@ -111,6 +111,7 @@ PAGES: dict[str, dict[str, Any]] = {
     "other lengths": {"lengths": torch.zeros(1, dtype=torch.int32)},
     "lengths of more sequences": {"lengths": torch.zeros(2, dtype=torch.int32)},
     "a mask beside the lengths": {"all_attended": False},
+    "the scale of values": {"v_scale": 2.0},
 }
 
 

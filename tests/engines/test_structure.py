@@ -79,12 +79,14 @@ def test_whatever_launches_depend_on_makes_another_structure() -> None:
 
 
 def test_pages_are_part_of_it() -> None:
-    def paged(rows: int = 16, stored: torch.dtype = torch.float16, most: int = 4, sequences: int = 2, all_attended: bool = True, fill: int = 0) -> Any:
+    def paged(
+        rows: int = 16, stored: torch.dtype = torch.float16, most: int = 4, sequences: int = 2, all_attended: bool = True, fill: int = 0, v_scale: float = 1.0
+    ) -> Any:
         pages = torch.zeros(6, 2, rows, 16, dtype=stored)
-        found = Pages(torch.full((2, most), fill, dtype=torch.int32), rows, torch.full((sequences,), fill, dtype=torch.int32), all_attended)
+        found = Pages(torch.full((2, most), fill, dtype=torch.int32), rows, torch.full((sequences,), fill, dtype=torch.int32), all_attended, v_scale)
         return structure_key(make_problem(torch.zeros(2, 4, 1, 16).half(), pages, pages, masks.causal, None, Options(), found)[0])
 
-    changes: list[dict[str, Any]] = [{"rows": 32}, {"stored": torch.float8_e5m2}, {"most": 5}, {"sequences": 4}, {"all_attended": False}]
+    changes: list[dict[str, Any]] = [{"rows": 32}, {"stored": torch.float8_e5m2}, {"most": 5}, {"sequences": 4}, {"all_attended": False}, {"v_scale": 0.5}]
     assert len({paged(), *[paged(**change) for change in changes]}) == len(changes) + 1
     assert paged(fill=1) == paged()  # other tables, other contents
 

@@ -21,6 +21,7 @@ class Pages:
     size: int  # rows of a page
     lengths: Tensor  # [sequences] int32
     all_attended: bool  # the mask leaves out nothing else
+    v_scale: float = 1.0  # what values were divided by before they were stored: outputs are multiplied by it
 
     @property
     def capacity(self) -> int:

@@ -25,7 +25,7 @@ from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, sinks_gradient
-from tilewise.engines.dropout import keep_scale, kept
+from tilewise.engines.dropout import keep_scale, kept, output_scale
 from tilewise.engines.masked_matmul import masked_matmul
 from tilewise.lang import Derivative, derive, evaluate, interpret, wrapped
 from tilewise.tiles import TileMap
@@ -178,14 +178,14 @@ class BlockedEngine(Engine):
         for group in loop.head_groups():
             for at, q in loop.query_tiles():
                 place = (group.batch, group.heads, q)
-                out[place], lse[place], max_score[place] = _forward_tile(work, loop, group, at, q)
+                out[place], lse[place], max_score[place] = _forward_tile(work, loop, group, at, q, output_scale(problem))
         return Output(out, lse, max_score)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         return _Backward(problem, output, grad_out, grad_lse, wanted).run()
 
 
-def _forward_tile(work: _StripMath, loop: TileLoop, group: HeadGroup, at: int, q: slice) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_tile(work: _StripMath, loop: TileLoop, group: HeadGroup, at: int, q: slice, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, H, M, Dv], lse and max_score [B, H, M] of one query tile."""
     p = work.problem
     q_rows = work.rows_of(p.query, group, q)  # [B, Hkv, ratio * M, D]
@@ -217,7 +217,7 @@ def _forward_tile(work: _StripMath, loop: TileLoop, group: HeadGroup, at: int, q
     if p.sinks is not None:
         total = total + torch.exp(sink - base)
     nothing = total == 0
-    out = acc * (keep_scale(p.dropout_p) if p.dropout_p > 0 else 1.0) / torch.where(nothing, 1.0, total)
+    out = acc * scale / torch.where(nothing, 1.0, total)
     lse = torch.where(nothing, -torch.inf, base + torch.log(torch.where(nothing, 1.0, total)))
     return out.to(p.result_dtype), lse.squeeze(-1), m.squeeze(-1)
 

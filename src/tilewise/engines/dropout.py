@@ -35,6 +35,11 @@ def keep_scale(p: float) -> float:
     return 0.0 if dropped == 1.0 else 1.0 / (1.0 - dropped)
 
 
+def output_scale(p: Problem) -> float:
+    """What rows of the output are multiplied by, beside 1 / the sum of their weights: for dropout, and for stored values."""
+    return (keep_scale(p.dropout_p) if p.dropout_p > 0 else 1.0) * (1.0 if p.pages is None else p.pages.v_scale)
+
+
 def _multiply(a: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a * x, both unsigned 32-bit, in int64 arithmetic that does not overflow."""
     low, high = a * (x & 0xFFFF), a * (x >> 16)

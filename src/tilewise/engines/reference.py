@@ -198,6 +198,8 @@ class ReferenceEngine(Engine):
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         out, lse, max_score = dense_attention(problem.without_pages())
+        if problem.pages is not None:
+            out = out * problem.pages.v_scale
         return Output(out.to(problem.result_dtype), lse, max_score)
 
     def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:

@@ -166,7 +166,7 @@ def key_of(
         query.requires_grad,
         key.requires_grad,
         value.requires_grad,
-        None if pages is None else (stored, pages.size, pages.all_attended, _where(pages.table), _where(pages.lengths)),
+        None if pages is None else (stored, pages.size, pages.all_attended, pages.v_scale, _where(pages.table), _where(pages.lengths)),
     )
     if score is None or (type(score) is list and not score):
         score = None

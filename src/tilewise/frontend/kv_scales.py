@@ -1,6 +1,7 @@
 """Scales of keys and values that were stored as float8: what they were divided by, one number or one for each kv head.
 
-Those of keys multiply the scores: a number as a part of the scale, others as the first score function. Those of values multiply the output.
+Those of keys multiply the scores: a number as a part of the scale, others as the first score function. Those of values multiply the output, in the kernels
+where values are in pages and the scale is a number.
 """
 
 import math
@@ -32,6 +33,10 @@ class KvScales(NamedTuple):
             return score, options._replace(scale=self.key * scale)
         k_scale, ratio = self.key, query.shape[1] // self.key.shape[0]
         return [Score(lambda s, b, h, q, kv: s * k_scale[h // ratio], "k_scale"), *as_scores(score)], options
+
+    def number_of_values(self) -> tuple[float, "KvScales"]:
+        """The values' scale if it is a number, which kernels can apply, and what is left to others."""
+        return (self.value, KvScales(self.key, None)) if isinstance(self.value, float) else (1.0, self)
 
     def of_output(self, out: Tensor) -> Tensor:
         """[B, H, Sq, Dv] times the scale of each head's values."""

@@ -86,7 +86,7 @@ def _shape(tensor: Any) -> str:
 # -- three forms ----------------------------------------------------------------------------------------------------------
 
 
-def batched(query: Tensor, size: int, table: Tensor, lengths: Tensor, all_attended: bool) -> PagedQueries:
+def batched(query: Tensor, size: int, table: Tensor, lengths: Tensor, all_attended: bool, v_scale: float) -> PagedQueries:
     """As many queries of every sequence, (batch, heads, queries, head dim)."""
     if query.shape[0] != table.shape[0]:
         raise InputError(f"query has batch size {query.shape[0]}, page_table {table.shape[0]} sequences")
@@ -97,10 +97,10 @@ def batched(query: Tensor, size: int, table: Tensor, lengths: Tensor, all_attend
         length = lengths[b]
         return b, q + (length - n_q), kv, kv < length
 
-    return PagedQueries(query, Pages(table, size, lengths, all_attended), logical)
+    return PagedQueries(query, Pages(table, size, lengths, all_attended, v_scale), logical)
 
 
-def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Tensor, all_attended: bool) -> PagedQueries:
+def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Tensor, all_attended: bool, v_scale: float) -> PagedQueries:
     """Queries of different sequences end to end, (tokens, heads, head dim): as a batch of single queries where sequences have few, so that each reads its own
     keys and nothing else; else as one sequence over the keys of all, of which tile maps leave out what is another sequence's."""
     check_offsets(offsets, "cu_seqlens_q")
@@ -114,7 +114,7 @@ def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Te
         def of_token(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
             return number[b], position[b], kv, kv < own_lengths[b]
 
-        return PagedQueries(query.unsqueeze(2), Pages(known.table, size, own_lengths, all_attended), of_token, tokens_apart=True)
+        return PagedQueries(query.unsqueeze(2), Pages(known.table, size, own_lengths, all_attended, v_scale), of_token, tokens_apart=True)
     capacity = table.shape[1] * size
 
     def of_all(b: Any, h: Any, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
@@ -122,8 +122,8 @@ def packed(query: Tensor, size: int, table: Tensor, lengths: Tensor, offsets: Te
         j = kv - n * capacity
         return n, position[q], j, (j >= 0) & (j < own_lengths[q])
 
-    # Tokens past the last sequence see nothing, so the mask has to be asked.
-    return PagedQueries(query.transpose(0, 1).unsqueeze(0), Pages(table.reshape(1, -1), size, lengths, all_attended=False), of_all)
+    every = Pages(table.reshape(1, -1), size, lengths, False, v_scale)  # tokens past the last sequence see nothing, so the mask has to be asked
+    return PagedQueries(query.transpose(0, 1).unsqueeze(0), every, of_all)
 
 
 class _Tokens(NamedTuple):

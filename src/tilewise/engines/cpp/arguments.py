@@ -8,7 +8,7 @@ from tilewise.core.problem import Problem
 from tilewise.engines.cpp import threads
 from tilewise.engines.cpp.mods import mask_unit, program_arguments, score_unit
 from tilewise.engines.cpp.tile_schedule import TileSchedule
-from tilewise.engines.dropout import keep_scale, places_key, threshold
+from tilewise.engines.dropout import output_scale, places_key, threshold
 
 # Every field has 8 bytes.
 TENSOR = "5q"
@@ -40,7 +40,7 @@ def problem_values(p: Problem, schedule: TileSchedule) -> tuple[list[Any], Any]:
         *score.values,
         0,
         float(p.scale),
-        keep_scale(p.dropout_p) if p.dropout_p > 0 else 1.0,
+        output_scale(p),
         threshold(p.dropout_p),
         0,
         *((0,) * 4 if placed is None else placed),

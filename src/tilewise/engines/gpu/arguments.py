@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import Problem
-from tilewise.engines.dropout import keep_scale, threshold
+from tilewise.engines.dropout import output_scale, threshold
 from tilewise.engines.gpu.config import dot_precision, padded_dim
 from tilewise.engines.gpu.kernel_args import AlignedStrides, AttentionConstants, Mods, PageArgs, PlaceArgs, Schedule, Shape, Strides
 from tilewise.engines.gpu.limits import interpreted
@@ -36,7 +36,7 @@ def schedule_of(schedule: TileSchedule) -> Schedule:
 
 
 def mods_of(p: Problem) -> Mods:
-    return Mods(scales(p), dropout_scale(p), threshold(p.dropout_p), **mod_arguments(p), places=_places_of(p))
+    return Mods(scales(p), output_scale(p), threshold(p.dropout_p), **mod_arguments(p), places=_places_of(p))
 
 
 def _places_of(p: Problem) -> PlaceArgs | tuple[()]:
@@ -78,12 +78,8 @@ def shape_arguments(p: Problem) -> dict[str, int]:
     return shape_of(p)._asdict()
 
 
-def dropout_scale(p: Problem) -> float:
-    return float(keep_scale(p.dropout_p)) if p.dropout_p > 0 else 1.0
-
-
 def dropout_arguments(p: Problem) -> dict[str, Any]:
-    return {"keep_scale": dropout_scale(p), "threshold": threshold(p.dropout_p)}
+    return {"keep_scale": output_scale(p), "threshold": threshold(p.dropout_p)}
 
 
 def mask_within_given_tiles(p: Problem) -> bool:

@@ -63,7 +63,7 @@ class Mods(NamedTuple):
     """What turns q.k into the final score, and dropout's numbers. A generated function's arguments are (captures, ints, floats, sizes and strides)."""
 
     scale: tuple[float, float, float]  # of q.k before the score function; of its result, into base 2; of sums over dS (mods.scales)
-    keep_scale: float  # 1 / (1 - dropout_p)
+    keep_scale: float  # 1 / (1 - dropout_p), times the scale of values in pages
     threshold: int
     mask: tuple[Any, ...]
     score: tuple[Any, ...]

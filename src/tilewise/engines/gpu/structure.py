@@ -57,8 +57,8 @@ def structure_key(p: Problem) -> tuple[Any, ...]:
     shapes, on what the mask looks at, and on the geometry of given tiles; how work is grouped on how many of a row can be chosen. Of a part of a larger
     problem, kernels depend on the dtype of its results and on whether there are places, packed numbers on how many batch elements and heads come before it.
     How many programs a persistent kernel has depends on the multiprocessors that are busy.
-    Of pages, kernels depend on their dtype and size and on whether the mask must be asked, packed numbers on the form of the table and the number of
-    sequences. The tensors of a backward are part of its name (plan.backward_key).
+    Of pages, kernels depend on their dtype and size and on whether the mask must be asked, packed numbers on the form of the table, the number of
+    sequences and the scale of values. The tensors of a backward are part of its name (plan.backward_key).
     """
     tiles, places, pages = p.tiles, p.dropout_places, p.pages
     return (
@@ -78,7 +78,7 @@ def structure_key(p: Problem) -> tuple[Any, ...]:
         p.partial,
         p.busy_sms,
         None if places is None else (places.batch, places.head),
-        None if pages is None else (p.key.dtype, pages.size, pages.table.shape, pages.table.stride(), pages.lengths.shape, pages.all_attended),
+        None if pages is None else (p.key.dtype, pages.size, pages.table.shape, pages.table.stride(), pages.lengths.shape, pages.all_attended, pages.v_scale),
     )
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.core.problem import FLOAT8, Problem
+from tilewise.engines.dropout import output_scale
 from tilewise.engines.gpu.anchoring import is_anchored
-from tilewise.engines.gpu.arguments import attention_constants, dropout_scale, mods_of, pages_of, schedule_of, shape_of, strides
+from tilewise.engines.gpu.arguments import attention_constants, mods_of, pages_of, schedule_of, shape_of, strides
 from tilewise.engines.gpu.bwd_chunks import padded_rows
 from tilewise.engines.gpu.config import LOG2E, Config, padded_dim
 from tilewise.engines.gpu.kernel_args import AlignedStrides, BwdStrides, FwdArgs, FwdStrides, FwdTensors, PreprocessStrides
@@ -153,7 +154,7 @@ def decode_combine_launch(p: Problem, tensors: DecodeCombineTensors, splits: int
         kernels,
         p.batch * p.heads * p.q_len,
         {"tensors": tensors},
-        {"args": DecodeCombineArgs(strides(tensors.out), p.heads, p.heads // p.kv_heads, p.q_len, splits, dropout_scale(p))},
+        {"args": DecodeCombineArgs(strides(tensors.out), p.heads, p.heads // p.kv_heads, p.q_len, splits, output_scale(p))},
         {"C": DecodeCombineConstants(p.sinks is not None, MAX_SPLITS, padded_dim(p.v_dim), p.v_dim)},
         4,
         1,
