@@ -218,3 +218,47 @@ def test_without_a_script_it_says_how_it_is_run(monkeypatch: pytest.MonkeyPatch)
 def test_without_simpletuner_it_says_so() -> None:
     with pytest.raises(tw.BackendError, match=r"needs SimpleTuner .* No module named 'simpletuner'"):
         client.register()
+
+
+def imported_and_compiled() -> Any:
+    """As its models do when they first need it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_models_that_compile_flex_attention_with_lists_of_their_own(trainer: Any) -> None:
+    """The sparse attention of its MiniMax-H3: blocks that a step chose, and rows that are padding."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    compiled, before = imported_and_compiled(), sum(client.served().values())
+    for seed in range(2):  # other blocks, other padding
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(3))
+        kept = torch.stack([torch.randperm(4)[:2] for _ in range(8)]).view(1, 2, 4, 2)
+        valid = torch.arange(256) < 230 - seed
+        indices = torch.cat([kept, torch.zeros(1, 2, 4, 2, dtype=kept.dtype)], -1).int()
+        block_mask = BlockMask.from_kv_blocks(
+            torch.full((1, 2, 4), 2, dtype=torch.int32),
+            indices,
+            BLOCK_SIZE=64,
+            mask_mod=lambda b, h, i, j, valid=valid: valid[i] & valid[j],
+            seq_lengths=(256, 256),
+        )
+        out = compiled(q, k, v, block_mask=block_mask)
+        chosen = torch.zeros(1, 2, 4, 4, dtype=torch.bool).scatter_(3, kept, True).repeat_interleave(64, 2).repeat_interleave(64, 3)
+        scores = torch.where(chosen & valid[:, None] & valid, q @ k.mT / 4, -torch.inf)
+        expected = torch.softmax(scores, -1).nan_to_num() @ v
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(expected[:, :, valid].square().sum(), (q, k, v)))
+    assert sum(client.served().values()) == before + 2
+
+
+def test_torchs_flex_attention_comes_back(trainer: Any) -> None:
+    from torch.nn.attention import flex_attention as module
+
+    assert module.flex_attention is client._flex_attention
+    client.unregister()
+    assert module.flex_attention is client._torch_function and module.flex_attention.__module__ == module.__name__
+    client.register()

@@ -10,9 +10,12 @@ Example:
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import flex_attention as torch_flex
 
+from tilewise import flex
 from tilewise.errors import BackendError
 from tilewise.frontend.dispatch import Served, attention_backend, observers, requested_backend
 from tilewise.functional import scaled_dot_product_attention
@@ -27,8 +30,9 @@ ELSEWHERE = ("diffusers", "native", "xformers", "sla", "kohaku-fa", "kohaku-fa-a
 def register() -> None:
     """Let SimpleTuner's `attention_mechanism` be `tilewise`, and let `flex` mean tilewise. unregister() undoes it.
 
-    Under both names the models that call torch's SDPA themselves (its Flux and SD3, every UNet) are served too, as long as the
-    trainer keeps the mechanism on. Names that SimpleTuner's command line would refuse raise an error here too; its trainer alone would ignore them.
+    Under both names the models that call torch's SDPA themselves (its Flux and SD3, every UNet) are served too, as long as the trainer keeps the mechanism
+    on. What imports torch's flex_attention from now on (the sparse attention of its MiniMax-H3) is served under any name. Names that SimpleTuner's command
+    line would refuse raise an error here too; its trainer alone would ignore them.
     """
     backends = _attention_module()
     controller = backends.AttentionBackendController
@@ -40,6 +44,7 @@ def register() -> None:
     _add_choices()
     controller.apply = _Apply(controller.__dict__["apply"], backends)
     controller.restore_default = _RestoreDefault(controller.__dict__["restore_default"])
+    _replace_flex()
     _served.clear()
     observers.append(_count)
 
@@ -63,6 +68,7 @@ def unregister() -> None:
     if not isinstance(controller.__dict__["apply"], _Apply):
         return
     controller.restore_default()
+    _restore_flex()
     observers.remove(_count)
     controller.apply, controller.restore_default = controller.__dict__["apply"].original, controller.__dict__["restore_default"].original
     for known in (backends._DIFFUSERS_BACKEND_TARGETS, backends._DIFFUSERS_BACKEND_ALIASES):
@@ -184,3 +190,27 @@ def _flex_sdpa(*args: Any, **kwargs: Any) -> Tensor:
         return _sdpa(*args, **kwargs)
     with attention_backend("flex"):
         return _sdpa(*args, **kwargs)
+
+
+# -- models that call FlexAttention themselves ---------------------------------------------------------------------------
+# They import it when they first need it and hand it to torch.compile. What that compiles calls tilewise as in eager mode: lists of tiles that a step chose go
+# straight to a kernel, and nothing is compiled anew for another shape.
+
+_torch_function = torch_flex.flex_attention
+
+
+def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    return _eager_flex(*args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it is not typed
+def _eager_flex(*args: Any, **kwargs: Any) -> Any:
+    return flex.flex_attention(*args, **kwargs)
+
+
+def _replace_flex() -> None:
+    torch_flex.flex_attention = _flex_attention
+
+
+def _restore_flex() -> None:
+    torch_flex.flex_attention = _torch_function
