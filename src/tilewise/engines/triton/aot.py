@@ -13,7 +13,7 @@ from tilewise.engines.gpu.device_map import base_ahead, is_made_on_device, rows_
 from tilewise.engines.gpu.launch import Launch
 from tilewise.engines.gpu.tile_classifier import BLOCK, classify_launch
 from tilewise.engines.triton import fixed_point, launches, run
-from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, table_config, table_configs
+from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, DEEP_DECODE, table_config, table_configs
 from tilewise.tiles import Geometry
 
 
@@ -26,7 +26,7 @@ def forward_launches(p: Problem) -> list[Candidates]:
         return [  # with fewer or more keys it may be the other way
             step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, split, 2, *c)),
             lambda: [launches.decode_combine_launch(p, launches.decode_combine_tensors(p, partial, out, rows, rows), 2)],
-            step_down(table_configs(DECODE, p), lambda c: launches.decode_split_launch(p, whole, 1, *c)),
+            *[step_down(table_configs(roles, p), lambda c: launches.decode_split_launch(p, whole, 1, *c)) for roles in (DECODE, DEEP_DECODE)],
         ]
     tensors = launches.fwd_tensors(p, out, rows, rows, seed)
     forwards = [step_down(table_configs((role,), p), lambda c: launches.fwd_launch(p, tensors, *c)) for role in run.fwd_roles(p)]

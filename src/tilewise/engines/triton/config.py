@@ -6,9 +6,11 @@ from tilewise.core.problem import FLOAT8, Problem
 from tilewise.engines.gpu.config import Config, Configs, dividing, dot_precision, padded_dim
 from tilewise.engines.gpu.limits import interpreted
 
-# Roles of programs: "fwd" a query tile of the forward ("sparse_fwd" where little of the map is computed), "decode" a split of the keys,
+# Roles of programs: "fwd" a query tile of the forward ("sparse_fwd" where little of the map is computed), "decode" a split of the keys
+# ("deep_decode" with another key tile on its way, so that two programs share a multiprocessor and not three),
 # "dkdv" and "dq" a key tile and a query tile of the backward, "dkdv_atomic_dq" a key tile that adds up dQ in memory too.
-FWD, DECODE, BWD, BWD_ATOMIC_DQ = ("fwd",), ("decode",), ("dkdv", "dq"), ("dkdv_atomic_dq",)  # the roles of one kernel must have the same warps
+FWD, BWD, BWD_ATOMIC_DQ = ("fwd",), ("dkdv", "dq"), ("dkdv_atomic_dq",)  # the roles of one kernel must have the same warps
+DECODE, DEEP_DECODE = ("decode",), ("deep_decode",)
 
 # Largest head dim (padded to a power of two, the larger of q's and v's) -> configuration, for 16-bit inputs. Measured on an H200.
 TABLES = {
@@ -20,6 +22,7 @@ TABLES = {
 }
 MAX_ATOMIC_DQ_DIM = max(TABLES["dkdv_atomic_dq"])
 SPARSE = 0.25  # maps of which less is computed have a large share of partial tiles: smaller ones waste less
+TABLES["deep_decode"] = {size: config._replace(stages=config.stages + 1) for size, config in TABLES["decode"].items()}
 TABLES["sparse_fwd"] = TABLES["fwd"] | {128: Config(64, 64, 4, 3)}
 
 # The same where a mask is computed too, which takes registers.
@@ -52,7 +55,7 @@ def table_config(role: str, p: Problem) -> Config:
         largest, config = next((size, c) for size, c in TABLES[role].items() if width <= size)
         if p.mask is not None and (p.score is None or largest > 128):
             config = MASKED.get(role, {}).get(largest, config)
-        if role == "decode" and p.key.dtype in FLOAT8 and p.dtype != torch.float32:  # half the bytes
+        if role in ("decode", "deep_decode") and p.key.dtype in FLOAT8 and p.dtype != torch.float32:  # half the bytes
             config = config._replace(n=2 * config.n)
         if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))

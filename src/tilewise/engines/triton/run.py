@@ -25,13 +25,13 @@ from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.gpu.workspace import Part, Workspace
 from tilewise.engines.triton import fixed_point, launches
-from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, MAX_ATOMIC_DQ_DIM, SHIFT_TERMS, SPARSE, table_config
+from tilewise.engines.triton.config import BWD, BWD_ATOMIC_DQ, DECODE, DEEP_DECODE, MAX_ATOMIC_DQ_DIM, SHIFT_TERMS, SPARSE, table_config
 from tilewise.engines.triton.fitting import fitted
 from tilewise.engines.triton.kernel_args import BwdTensors
 from tilewise.engines.triton.launches import MAX_SPLITS
 from tilewise.lang import Program
 
-PROGRAMS_PER_SM, TILES_PER_SPLIT = 3, 4  # of decoding: what registers and shared memory allow, and tiles at least
+PROGRAMS_PER_SM, DEEP_PER_SM, TILES_PER_SPLIT = 3, 2, 4  # of decoding: what registers and shared memory allow in either role, and tiles at least
 # In the time in which one of that many programs reads a key tile (2.7 us of 64 keys and values of head dim 128 on an H200): what a program takes besides,
 # what combining takes, and how much faster programs get when they are alone on their multiprocessors.
 PROGRAM, COMBINE, LONE = 0.55, 1.9, 0.5
@@ -74,7 +74,7 @@ class DecodeWhole(Pass):
     def __init__(self, p: Problem) -> None:
         self._outputs = EmptyOutputs(p)
         tensors = launches.decode_whole_tensors(p, *self._outputs(p.query)[0], seed_of(p))
-        self._decode = fitted(p, DECODE, lambda configs: launches.decode_split_launch(p, tensors, 1, *configs))
+        self._decode = fitted(p, DEEP_DECODE if decodes_deeply(p) else DECODE, lambda configs: launches.decode_split_launch(p, tensors, 1, *configs))
         self.device = self._decode.device
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output:
@@ -309,19 +309,41 @@ def loads_by_query_and_key(program: Program) -> bool:
 
 
 def split_count(p: Problem) -> int:
-    return best_split_count(-(-p.kv_len // table_config("decode", p).n), p.batch * p.kv_heads, PROGRAMS_PER_SM * sm_count(p.device))
+    return best_split_count(key_tiles(p), p.batch * p.kv_heads, sm_count(p.device))
+
+
+def decodes_deeply(p: Problem) -> bool:
+    """Whether programs that have all keys of a head do better with two on a multiprocessor. float32 leaves no room for another tile."""
+    return p.dtype != torch.float32 and is_deep(key_tiles(p), p.batch * p.kv_heads, sm_count(p.device))
+
+
+def key_tiles(p: Problem) -> int:
+    return -(-p.kv_len // table_config("decode", p).n)
 
 
 @lru_cache(maxsize=1024)
-def best_split_count(tiles: int, heads: int, slots: int) -> int:
-    """Of the keys of each head, `tiles` key tiles, where `slots` programs run at a time: the count that takes the shortest time, in key tiles.
-
-    Memory is the limit, so programs in a last round that is not full are faster, but not by more than 1 / LONE. The more splits, the shorter is that round;
-    but each program takes time to begin and to store what it found, and two splits and more are combined by another launch.
-    """
+def best_split_count(tiles: int, heads: int, sms: int) -> int:
+    """Of the keys of each head, `tiles` key tiles: the count that takes the shortest time."""
 
     def time(splits: int) -> float:
-        rounds, rest = divmod(heads * splits, slots)
-        return (tiles / splits + PROGRAM) * (rounds + (max(rest / slots, LONE) if rest else 0.0)) + (COMBINE if splits > 1 else 0.0)
+        usual = decode_time(tiles, heads, splits, sms, PROGRAMS_PER_SM)
+        return usual if splits > 1 else min(usual, decode_time(tiles, heads, 1, sms, DEEP_PER_SM))
 
     return min(range(1, max(1, min(tiles // TILES_PER_SPLIT, MAX_SPLITS)) + 1), key=time)
+
+
+def is_deep(tiles: int, heads: int, sms: int) -> bool:
+    return decode_time(tiles, heads, 1, sms, DEEP_PER_SM) < decode_time(tiles, heads, 1, sms, PROGRAMS_PER_SM)
+
+
+def decode_time(tiles: int, heads: int, splits: int, sms: int, per_sm: int) -> float:
+    """In key tiles of PROGRAMS_PER_SM programs, where `per_sm` programs run on a multiprocessor at a time.
+
+    Memory is the limit: the fewer share a multiprocessor, the faster is each, and so are programs in a last round that is not full, but not by more than
+    1 / LONE. The more splits, the shorter is that round; but each program takes time to begin and to store what it found, and two splits and more are combined
+    by another launch.
+    """
+    share = per_sm / PROGRAMS_PER_SM
+    full, rest = divmod(heads * splits, per_sm * sms)
+    rounds = full + (max(rest / (per_sm * sms), LONE / share) if rest else 0.0)
+    return (-(-tiles // splits) * share + PROGRAM) * rounds + (COMBINE if splits > 1 else 0.0)
