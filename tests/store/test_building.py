@@ -39,7 +39,7 @@ def test_a_learned_score_and_decoding_compile() -> None:
     seen: list[tuple[int, int]] = []
     near = masks.on_grid(masks.neighborhood((64, 64), 7).function, (64, 64), 7)  # for a single query, too
     report = tw.build_kernels([near], [scores.relative_bias(table)], [64], ["fp16"], "sm_90", decode=True, progress=lambda d, n, _: seen.append((d, n)))
-    wanted = 11 if NO_GLUON is None else 8  # decoding in one split, in two ways, or in several; on Hopper, another forward, mended by a second kernel, and stencils
+    wanted = 11 if NO_GLUON is None else 8  # decoding in one split, two ways, or several; on Hopper, another forward, a second kernel that mends, stencils
     assert report.wanted == wanted and seen[-1] == (wanted, wanted)
 
 
