@@ -16,6 +16,7 @@ from tests.support.machine_code import loops_of_products, machine_code
 from tilewise import masks, scores
 from tilewise.engines.gluon import NO_GLUON
 from tilewise.engines.gpu.limits import NO_TRITON
+from tilewise.tiles import Geometry
 from tilewise_cli import entry
 
 pytestmark = [pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON)), pytest.mark.usefixtures("empty_store")]
@@ -63,6 +64,29 @@ def test_masks_are_looked_into_on_every_architecture(name: str, arch: int) -> No
     built = [build(launches(), arch) for launches in aot.map_launches(problem)]
     assert problem.mask is not None
     assert len(built) == 1 and built[0].startswith("base_states" if problem.mask.captures else "classify")
+
+
+BOUNDED = {  # `classify` has their bounds, which load, too
+    "radial": masks.radial(21, 3600),
+    "documents": masks.causal & masks.document(torch.arange(75600) // 100),
+    "marked tokens": masks.global_tokens(torch.arange(75600) % 1000 == 0),
+    "truths": lambda b, h, q, kv: ((q > 5) == (kv >= q)) != (torch.arange(75600).int()[q] < kv),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_compile_on_every_architecture(name: str, arch: int) -> None:
+    from tilewise.engines.gpu.aot import build
+    from tilewise.engines.gpu.mods import bounds_of
+    from tilewise.engines.gpu.tile_classifier import classify_launch
+    from tilewise.tools.build import _problem
+
+    problem = _problem(BOUNDED[name], None, 64, torch.bfloat16, 75600)
+    assert bounds_of(problem) is not None
+    states, numbers = (torch.empty(1, dtype=dtype, device="meta") for dtype in (torch.int8, torch.int64))
+    launch = classify_launch(problem, Geometry(1, 1, problem.q_len, problem.kv_len, (192, 128)), states, numbers)
+    assert build([launch], arch).startswith("classify")
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

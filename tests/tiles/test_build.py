@@ -13,7 +13,7 @@ from tests.support.operations import Operations
 from tilewise import masks
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
-from tilewise.tiles import Geometry, TileMap, build, look, runs
+from tilewise.tiles import Geometry, Look, TileMap, build, look, runs
 
 BATCH, HEADS = 2, 3
 LENGTHS = ((0, 0), (0, 5), (5, 0), (1, 1), (1, 70), (70, 1), (48, 48), (65, 63), (97, 130))
@@ -264,9 +264,25 @@ def test_a_look_that_sees_every_tile_needs_few_operations(monkeypatch: pytest.Mo
 
     call = trace_mask(lambda b, h, q, kv: q >= kv)  # nobody evaluates it
     with Operations() as made:
-        partial, full = build.build(call, wanted.geometry, torch.device("cpu"), seen)
+        partial, full = build.build(call, wanted.geometry, torch.device("cpu"), Look(seen))
     assert TileMap(wanted.geometry, partial, full, wanted.mask, wanted.name) == wanted
     assert made.seen.total() <= 40, made.seen
+
+
+def test_a_look_with_bounds_sees_every_tile_of_a_long_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many elements they have; one without bounds, or with too many tiles, is asked for what bounds on coarser cells leave open."""
+    call, geometry = trace_mask(masks.causal), Geometry(1, 1, 2**17, 2**17, (4096, 4096))
+    asked: list[int] = []
+
+    def seen(geometry: Geometry, numbers: Tensor) -> Tensor:
+        asked.append(len(numbers))
+        return torch.ones_like(numbers)
+
+    for has_bounds, tiles, count in ((True, 32 * 32, 32 * 32), (True, 32 * 32 - 1, 32), (False, 32 * 32, 32)):
+        monkeypatch.setattr(build, "BOUNDED_WHOLE", tiles)
+        asked.clear()
+        build.build(call, geometry, torch.device("cpu"), Look(seen, has_bounds))
+        assert sum(asked) == count
 
 
 def test_what_tile_map_refuses() -> None:

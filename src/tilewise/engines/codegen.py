@@ -64,6 +64,9 @@ class ProgramWriter:
             computed = "i32"
         return computed
 
+    def _is_positive_division(self, args: tuple[int, ...]) -> bool:
+        return self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0
+
     def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
         """What is added up to an integer, with its sign."""
         op, args, _, _ = self.program.instructions[k]

@@ -5,7 +5,7 @@
 3. The tiles still undecided are classified by evaluating the mask (a "look").
 
 An engine may bring its own look. One that evaluates the mask in a compiled kernel classifies every tile of a small map in less time than
-the bounds take, so small maps skip steps 1 and 2.
+the bounds take, so small maps skip steps 1 and 2; so do larger ones if the kernel knows the mask's bounds itself.
 """
 
 from dataclasses import replace
@@ -21,6 +21,8 @@ from tilewise.tiles.runs import Pile, Runs, from_dense, from_sets
 
 # Most mask elements of a map that is classified without bounds, on a CPU and on a GPU: a kernel evaluates them in the time of some hundred operations.
 SEEN_WHOLE_ON_CPU, SEEN_WHOLE = 2**22, 2**33
+# Most tiles of one that is classified by a kernel that has bounds: it takes no longer than a few operations on as many numbers.
+BOUNDED_WHOLE = 2**22
 
 
 class Grain(NamedTuple):
@@ -46,14 +48,20 @@ def device_of(call: BoundProgram) -> torch.device:
 
 def build(call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None = None) -> tuple[Runs, Runs]:
     """The partial and the full tiles of a mask. `look`, if given, runs on `device`."""
-    if look is not None and geometry.elements <= (SEEN_WHOLE_ON_CPU if device.type == "cpu" else SEEN_WHOLE):
-        states = look(geometry, torch.arange(geometry.total, device=device)).view(geometry.rows, geometry.kv_tiles)
+    if look is not None and _is_seen_whole(geometry, device, look):
+        states = look.classify(geometry, torch.arange(geometry.total, device=device)).view(geometry.rows, geometry.kv_tiles)
         partial, full = from_sets(torch.stack([states == PARTIAL, states == FULL]))
         return partial, full
     dense = dense_capture(call, (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len))
     if dense is not None:
         return of_dense(dense, geometry)
     return _Builder(call, geometry, device_of(call) if look is None else device, look).build()
+
+
+def _is_seen_whole(geometry: Geometry, device: torch.device, look: Look) -> bool:
+    """Whether every tile is looked into, without bounds on coarser cells."""
+    most = SEEN_WHOLE_ON_CPU if device.type == "cpu" else SEEN_WHOLE
+    return geometry.elements <= most or (look.has_bounds and geometry.total <= BOUNDED_WHOLE)
 
 
 class _Builder:
@@ -63,7 +71,7 @@ class _Builder:
         self.grain = ON_CPU if device.type == "cpu" else ON_GPU
         call = replace(call, captures=tuple(t.to(device) for t in call.captures))
         self.bounds = Bounds(call, device)
-        self.look = TorchLook(self.bounds, self.grain.looked) if look is None else look
+        self.look = TorchLook(self.bounds, self.grain.looked) if look is None else look.classify
         self.partial, self.full = Pile(device), Pile(device)
 
     def build(self) -> tuple[Runs, Runs]:

@@ -13,8 +13,12 @@ CHUNK_ELEMENTS = 2**22  # mask elements evaluated at a time
 SAMPLES = 4  # points per axis that are tried first
 PARTS = 8  # per axis, into which a tile is cut
 
-# Classifies tiles, given by their flat index (Cells.numbers), as EMPTY, PARTIAL or FULL.
-Look = Callable[[Geometry, Tensor], Tensor]
+
+class Look(NamedTuple):
+    """An engine's own way to look into tiles."""
+
+    classify: Callable[[Geometry, Tensor], Tensor]  # tiles, given by their flat index (Cells.numbers), as EMPTY, PARTIAL or FULL
+    has_bounds: bool = False  # it evaluates the mask only where the mask's bounds leave a tile undecided
 
 
 class TorchLook:

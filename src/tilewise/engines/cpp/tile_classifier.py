@@ -10,14 +10,14 @@ from tilewise.core.map_cache import map_of
 from tilewise.core.problem import Problem
 from tilewise.engines.cpp import kernels, threads
 from tilewise.engines.cpp.mods import mask_unit, program_arguments
-from tilewise.tiles import Geometry, TileMap
+from tilewise.tiles import Geometry, Look, TileMap
 
 CLASSIFY = "=2q6q8q"  # `Classify` of kernel/arguments.h: the threads, the mask, the map, the tiles
 
 
 def kernel_map(p: Problem, tile: tuple[int, int]) -> TileMap | None:
     """The problem's map, on the kernels' own tiles; None where everything is attended."""
-    return map_of(p, tile, partial(classified, p))
+    return map_of(p, tile, Look(partial(classified, p)))
 
 
 def classified(p: Problem, geometry: Geometry, numbers: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class CxxWriter(ProgramWriter):
     def _kind_of_division(self, args: tuple[int, ...], computed: str) -> str:
         if computed in FLOATS:
             return "float"
-        return "positive" if self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0 else "integer"
+        return "positive" if self._is_positive_division(args) else "integer"
 
     def _pow(self, args: tuple[int, ...], operands: list[str], computed: str) -> str:
         exponent = self.program.instructions[args[1]]

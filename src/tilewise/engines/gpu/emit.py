@@ -185,9 +185,6 @@ class Writer(ProgramWriter):
             return f"({a} - quotient({a}, {b}) * {b})" if computed == "i32" and self._divides_quickly(*args) else f"({a} % {b})"
         return f"(({a} % {b}) + tl.where({_rounds_up(a, b)}, {b}, 0))"
 
-    def _is_positive_division(self, args: tuple[int, ...]) -> bool:
-        return self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0
-
     def _divides_quickly(self, a: int, b: int) -> bool:
         """Whether a column or row divided by one number may be multiplied by that number's inverse in 32 bits (see steps.quotient)."""
         varies = self.program.dependencies

@@ -198,7 +198,7 @@ class ClassifyConstants(KernelConstants):
     full: int
     rows: int  # elements of the mask evaluated at a time
     columns: int
-    tiles_per_program: int
+    tiles: int  # of a program, at most
 
 
 @dataclass(frozen=True)

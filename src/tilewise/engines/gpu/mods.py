@@ -12,6 +12,7 @@ from tilewise.core.problem import Problem
 from tilewise.engines.codegen import Extents, layouts_of
 from tilewise.engines.gpu.config import LOG2E
 from tilewise.engines.gpu.emit import Writer, dscore_source, either_source, fixed_source, gauge_source, mask_source, scatter_source, score_source
+from tilewise.engines.gpu.emit_bounds import BoundsWriter, bounds_source
 from tilewise.engines.gpu.generated import Generated, generated
 from tilewise.lang import BoundProgram, Derivative, Factored, Program, derive, factored, parse
 
@@ -27,6 +28,16 @@ def mask_of(p: Problem) -> Generated | None:
     """Exact whatever the inputs' type: a rounding may change what is allowed."""
     make = lambda call: generated("mask", mask_source(_writer(call.program, call, extents_of(p), True, False)))
     return None if p.mask is None else function_of("mask", p.mask, p, make)
+
+
+def bounds_of(p: Problem) -> Generated | None:
+    """What a mask allows in whole tiles; None where it has to be evaluated in them."""
+
+    def make(call: BoundProgram) -> Generated | None:
+        lines = BoundsWriter(call.program, call, extents_of(p), layouts_of(call.captures)).lines()
+        return None if lines is None else generated("bounds", bounds_source(lines))
+
+    return None if p.mask is None else function_of("bounds", p.mask, p, make)
 
 
 def score_of(p: Problem, split_index: bool = False) -> Generated | None:

@@ -21,6 +21,7 @@ define(
     derive=lambda t, g, a, out: (g, g),
     triton="({0} + {1})",
     triton_of_bools="({0} | {1})",
+    triton_bounds="({0}[0] + {1}[0], {0}[1] + {1}[1])",
     cpp="{0} + {1}",
     cpp_of_bools="{0} | {1}",
     special=True,
@@ -34,6 +35,7 @@ define(
     takes=no_boolean,
     derive=lambda t, g, a, out: (g, emit(t, "neg", g)),
     triton="({0} - {1})",
+    triton_bounds="({0}[0] - {1}[1], {0}[1] - {1}[0])",
     cpp="{0} - {1}",
     special=True,
 )
@@ -46,6 +48,7 @@ define(
     derive=lambda t, g, a, out: (emit(t, "mul", g, a[1]), emit(t, "mul", g, a[0])),
     triton="({0} * {1})",
     triton_of_bools="({0} & {1})",
+    triton_bounds="product_bounds({0}, {1})",
     cpp="{0} * {1}",
     cpp_of_bools="{0} & {1}",
     wide=(0, 1),
@@ -94,6 +97,7 @@ define(
     takes=numbers,
     triton=None,
     triton_in_float32=True,
+    triton_bounds="({0}[0] // {1}[1], {0}[1] // {1}[0])",
     cpp=None,
     wide=(1,),
     special=True,
@@ -109,6 +113,7 @@ define(
     derive=lambda t, g, a, out: (g, emit(t, "neg", emit(t, "mul", g, emit(t, "floordiv", a[0], a[1])))),
     triton=None,
     triton_in_float32=True,
+    triton_bounds="remainder_bounds({0}, {1})",
     cpp=None,
     special=True,
 )
@@ -178,6 +183,7 @@ define(
     exact=True,
     derive=lambda t, g, a, out: (emit(t, "neg", g),),
     triton="(-{0})",
+    triton_bounds="(-{0}[1], -{0}[0])",
     cpp="-{0}",
 )
 define(
@@ -190,6 +196,7 @@ define(
     exact=True,
     derive=lambda t, g, a, out: (emit(t, "mul", g, emit(t, "sign", a[0])),),
     triton="tl.abs({0})",
+    triton_bounds="absolute_bounds({0})",
     cpp="absolute({0})",
 )
 
@@ -246,6 +253,7 @@ define(
     exact=True,
     derive=_derive_extreme("gt"),
     triton="tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
+    triton_bounds="(tl.minimum({0}[0], {1}[0]), tl.minimum({0}[1], {1}[1]))",
     cpp="lesser({0}, {1})",
     cpp_of_bools="{0} & {1}",
 )
@@ -258,6 +266,7 @@ define(
     exact=True,
     derive=_derive_extreme("lt"),
     triton="tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
+    triton_bounds="(tl.maximum({0}[0], {1}[0]), tl.maximum({0}[1], {1}[1]))",
     cpp="greater({0}, {1})",
     cpp_of_bools="{0} | {1}",
 )
@@ -270,6 +279,7 @@ define(
     exact=True,
     derive=_derive_clamp("lt", "ge", "gt"),
     triton="tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
+    triton_bounds="(tl.maximum({0}[0], {1}[0]), tl.maximum({0}[1], {1}[1]))",
     cpp="greater({0}, {1})",
     cpp_of_bools="{0} | {1}",
 )
@@ -282,6 +292,7 @@ define(
     exact=True,
     derive=_derive_clamp("gt", "le", "lt"),
     triton="tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
+    triton_bounds="(tl.minimum({0}[0], {1}[0]), tl.minimum({0}[1], {1}[1]))",
     cpp="lesser({0}, {1})",
     cpp_of_bools="{0} & {1}",
 )

@@ -5,6 +5,7 @@ result    its type, from its operands' types
 bounds    its interval, from its operands' intervals
 triton    how a GPU kernel writes it, {0}, {1}, ... being its operands, all of one type
 cpp       how C++ writes it, likewise
+triton_bounds  how a GPU kernel writes its interval, {0}, {1}, ... being those of its operands: pairs of integers that no type wraps. None: nothing is known
 derive    the gradients of its operands: (tape, g, operands, itself) -> one instruction or None for each; None where it has none
 takes     the operand types torch accepts; anything unless given
 exact     a float result needs no rounding: it is one of the operands, or whole
@@ -12,7 +13,7 @@ special   the emitters' SPECIAL tables may write it in another way, by what is k
 
 A rule that differs for some types stands beside the general one: bounds_of_floats, triton_of_integers, cpp_of_bools, and so on.
 
-Functions that a text calls are those of engines/gpu/kernels/primitives.py (imported by the header in engines/gpu/generated.py) and of
+Functions that a text calls are those of engines/gpu/kernels/primitives.py and bounds.py (imported by the header in engines/gpu/generated.py) and of
 engines/cxx/operations.h.
 """
 
@@ -45,6 +46,8 @@ class Op:
     bounds_of_bools: Callable[..., Interval] | None = None
     triton_of_integers: str | None = None
     triton_of_bools: str | None = None
+    triton_bounds: str | None = None
+    triton_bounds_of_bools: str | None = None
     triton_fast: str | None = None  # of float32: good enough for scores of 16-bit inputs
     triton_precise: str | None = None  # of float32, where every rounding counts: some of Triton's own are off by a bit or two
     triton_in_float32: bool = False  # 16-bit floats are computed in float32, as torch does: Triton's function takes no others, or rounds on the way

@@ -11,12 +11,43 @@ from tilewise.lang.ops.rules import bits, integers, same, truth
 from tilewise.lang.program import Tape
 from tilewise.lang.types import Type, promote
 
-define("lt", 2, operator.lt, truth, intervals.less, triton="({0} < {1})", cpp="{0} < {1}")
-define("le", 2, operator.le, truth, intervals.less_equal, triton="({0} <= {1})", cpp="{0} <= {1}")
-define("gt", 2, operator.gt, truth, lambda a, b: intervals.less(b, a), triton="({0} > {1})", cpp="{0} > {1}")
-define("ge", 2, operator.ge, truth, lambda a, b: intervals.less_equal(b, a), triton="({0} >= {1})", cpp="{0} >= {1}")
-define("eq", 2, operator.eq, truth, intervals.equal, triton="({0} == {1})", cpp="{0} == {1}")
-define("ne", 2, operator.ne, truth, lambda a, b: intervals.logical_not(intervals.equal(a, b)), triton="({0} != {1})", cpp="{0} != {1}")
+define("lt", 2, operator.lt, truth, intervals.less, triton="({0} < {1})", triton_bounds="({0}[1] < {1}[0], {0}[0] < {1}[1])", cpp="{0} < {1}")
+define("le", 2, operator.le, truth, intervals.less_equal, triton="({0} <= {1})", triton_bounds="({0}[1] <= {1}[0], {0}[0] <= {1}[1])", cpp="{0} <= {1}")
+define(
+    "gt", 2, operator.gt, truth, lambda a, b: intervals.less(b, a), triton="({0} > {1})", triton_bounds="({0}[0] > {1}[1], {0}[1] > {1}[0])", cpp="{0} > {1}"
+)
+define(
+    "ge",
+    2,
+    operator.ge,
+    truth,
+    lambda a, b: intervals.less_equal(b, a),
+    triton="({0} >= {1})",
+    triton_bounds="({0}[0] >= {1}[1], {0}[1] >= {1}[0])",
+    cpp="{0} >= {1}",
+)
+define(
+    "eq",
+    2,
+    operator.eq,
+    truth,
+    intervals.equal,
+    triton="({0} == {1})",
+    triton_bounds="(({0}[0] == {1}[1]) & ({0}[1] == {1}[0]), ({0}[0] <= {1}[1]) & ({0}[1] >= {1}[0]))",
+    triton_bounds_of_bools="(({0}[0] == {1}[1]) & ({0}[1] == {1}[0]), (({0}[0] == 0) | {1}[1]) & (({1}[0] == 0) | {0}[1]))",
+    cpp="{0} == {1}",
+)
+define(
+    "ne",
+    2,
+    operator.ne,
+    truth,
+    lambda a, b: intervals.logical_not(intervals.equal(a, b)),
+    triton="({0} != {1})",
+    triton_bounds="(({0}[0] > {1}[1]) | ({0}[1] < {1}[0]), ({0}[0] != {1}[1]) | ({0}[1] != {1}[0]))",
+    triton_bounds_of_bools="(({0}[0] & ({1}[1] == 0)) | ({1}[0] & ({0}[1] == 0)), ({0}[0] != {1}[1]) | ({0}[1] != {1}[0]))",
+    cpp="{0} != {1}",
+)
 
 define(
     "and",
@@ -27,10 +58,20 @@ define(
     bounds_of_bools=intervals.minimum,
     takes=bits,
     triton="({0} & {1})",
+    triton_bounds_of_bools="({0}[0] & {1}[0], {0}[1] & {1}[1])",
     cpp="{0} & {1}",
 )
 define(
-    "or", 2, meaning=operator.or_, result=promote, bounds=intervals.bit_or, bounds_of_bools=intervals.maximum, takes=bits, triton="({0} | {1})", cpp="{0} | {1}"
+    "or",
+    2,
+    meaning=operator.or_,
+    result=promote,
+    bounds=intervals.bit_or,
+    bounds_of_bools=intervals.maximum,
+    takes=bits,
+    triton="({0} | {1})",
+    triton_bounds_of_bools="({0}[0] | {1}[0], {0}[1] | {1}[1])",
+    cpp="{0} | {1}",
 )
 define(
     "xor",
@@ -53,6 +94,7 @@ define(
     takes=bits,
     triton="(~{0})",
     triton_of_bools="({0} == 0)",
+    triton_bounds_of_bools="({0}[1] == 0, {0}[0] == 0)",
     cpp="~{0}",
     cpp_of_bools="!{0}",
 )
