@@ -35,6 +35,7 @@ import tilewise
 from tilewise import masks, scores
 from tilewise.core import map_cache
 from tilewise.core.problem import Options, Problem, make_problem
+from tilewise.engines.gpu.device_map import is_made_on_device
 from tilewise.engines.gpu.tile_schedule import key_schedule, query_schedule
 from tilewise.engines.triton import run
 from tilewise.engines.triton.config import table_config
@@ -567,13 +568,15 @@ SCHEDULES = {"triton": triton_schedules, "gluon": hopper_schedules, "cuda": hopp
 
 
 def scheduled(p: Problem, engine: str) -> tuple[float, float, int]:
-    """GPU ms, host ms and bytes that schedules take which are not there yet. The GPU is kept busy until all of it is handed over."""
+    """GPU ms, host ms and bytes that schedules take which are not there yet. The GPU is kept busy until all of it is handed over, unless the host has to wait
+    for results: then both are the time until everything is there."""
     map_cache.maps.clear()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(10_000_000)  # cycles
+    if is_made_on_device(p):
+        torch.cuda._sleep(10_000_000)  # cycles
     begin.record()
     started = time.perf_counter()
     SCHEDULES[engine](p)

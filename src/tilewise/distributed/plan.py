@@ -219,7 +219,7 @@ def plan(
         shard_sizes: Tokens of each rank, in order, where a client has cut the sequence already; contiguous, any numbers.
         head_groups: Neighbouring ranks that split the heads among them; 1 shares rows alone. By default the plan chooses, or the mesh says.
         stages: 2 attends to the own keys while those of others are on their way; 1 to all at once, which is less work and gives the bits of one process.
-            By default 2 on GPUs where the network is modelled to take more than 0.3 of the computation's time.
+            By default 2 on GPUs where the network is modelled to take more than 0.2 of the computation's time.
         machine: Speeds for the modelled cost.
     """
     global _made  # noqa: PLW0603  # a count
