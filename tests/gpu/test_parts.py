@@ -1,5 +1,7 @@
 """Parts of outputs, in fp32, from the Hopper kernels; and kernels that leave multiprocessors to a collective."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,20 +120,26 @@ def test_one_plan_follows_the_multiprocessors_that_are_busy(engine: str) -> None
 
 @engines
 def test_a_collective_finds_multiprocessors_free(engine: str) -> None:
-    """A kernel on another stream, started after the forward, ends before it does: the forward would otherwise hold every multiprocessor to its end."""
+    """A kernel on another stream, started after the forward, ends before it does: the forward would otherwise hold every multiprocessor to its end. Other
+    processes on the GPU may come between the two, so that one of a few attempts has to do."""
     p = problem(lengths=(32768, 32768)).replaced(busy_sms=16)
+    forward(engine, p)
+    assert any([_ends_before(partial(forward, engine, p)) for _ in range(5)])
+
+
+def _ends_before(call: Callable[[], Any]) -> bool:
+    """Whether small kernels on another stream, started after a call, end before it does."""
     other, ends = torch.cuda.Stream(), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     x = torch.ones(1 << 20, device="cuda")
-    forward(engine, p)
     torch.cuda.synchronize()
-    forward(engine, p)
+    call()
     ends[0].record()
     with torch.cuda.stream(other):
         for _ in range(8):
             x.add_(1.0)
         ends[1].record()
     torch.cuda.synchronize()
-    assert ends[1].elapsed_time(ends[0]) > 0  # milliseconds from the other stream's end to the forward's
+    return ends[1].elapsed_time(ends[0]) > 0  # milliseconds from the other stream's end to the call's
 
 
 def test_shapes_of_stages_are_served_here() -> None:
