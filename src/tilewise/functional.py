@@ -14,11 +14,13 @@ from tilewise.errors import InputError
 from tilewise.frontend import mask_tensors
 from tilewise.frontend.dispatch import attention_backend, requested_backend, takes_dense_mask
 from tilewise.frontend.interception import Interception
+from tilewise.frontend.shared_sequence import scopes
 from tilewise.masks import causal, causal_lower_right
 from tilewise.memory import check_dense
 
 __all__ = ["intercept_sdpa", "scaled_dot_product_attention", "sdpa_kernel"]
 
+MASKLESS = ("flash", "fa2")  # backends that take no mask, but a mask tensor that hides nothing
 # torch's kernels by what they are to a user; cuDNN and the memory-efficient kernel are reached through torch itself.
 BACKEND_OF = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "native", SDPBackend.CUDNN_ATTENTION: "native"}
 
@@ -57,9 +59,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backe
     """tilewise.attention with a mask that may be a 4-D tensor, which is then read once and remembered."""
     if not isinstance(mask, Tensor) or query.is_nested:
         return attention(query, key, value, mask=mask, backend=backend, **options)
-    if takes_dense_mask(requested_backend(backend)[0]):
+    name = requested_backend(backend)[0]
+    if takes_dense_mask(name):
         return attention(query, key, value, mask=DenseMask(mask), backend=backend, **options)
-    reading = mask_tensors.read_for_call(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+    read = mask_tensors.read_contents if name in MASKLESS or scopes else mask_tensors.read_for_call
+    reading = read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is None:
         return attention(query, key, value, mask=mask, backend=backend, **options)
     return attention(query, key, value, mask=reading.mask, score=reading.score, backend=backend, **options)

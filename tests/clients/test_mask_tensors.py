@@ -13,7 +13,7 @@ from tests.support.compare import normal
 from tilewise.core import map_cache
 from tilewise.frontend import mask_tensors
 from tilewise.frontend.mask_tensors import read
-from tilewise.functional import scaled_dot_product_attention
+from tilewise.functional import attend, scaled_dot_product_attention
 
 B, H, Q, K = 2, 3, 5, 7
 SIZES = (B, H, Q, K)
@@ -252,3 +252,36 @@ def test_a_graph_that_is_captured_reads_the_tensor_itself(far: None, monkeypatch
         reading = mask_tensors.read_for_call(mask, SIZES)
     assert reading is not None and reading.mask is not None and before is not None and before.mask is not None
     assert reading.mask.traced().captures[0].data_ptr() == mask.data_ptr() != before.mask.traced().captures[0].data_ptr()
+
+
+OTHERS = {
+    "queries and keys": torch.ones(1, 1, Q, K, dtype=torch.bool).tril(),
+    "by head": (torch.arange(K) != torch.arange(H)[:, None])[None, :, None],
+    "additive": torch.where(KEEP, 0.5, -torch.inf)[:, None, None],
+    "of keys, large": KEEP[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_call_prepares_for_a_capture_like_it(far: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read must be known by then: to read is to wait, which ends a capture. Of large masks, so must be the map of the tensor itself."""
+    mask = OTHERS[name].clone()
+    if name == "of keys, large":
+        monkeypatch.setattr(mask_tensors, "LARGE", 0)
+    with torch.no_grad():
+        before = mask_tensors.read_for_call(mask, SIZES)
+        looked = mask_tensors.looked()
+        monkeypatch.setattr(mask_tensors, "is_capturing", lambda mask: True)
+        assert mask_tensors.read_for_call(mask, SIZES) is before and mask_tensors.looked() == looked
+
+
+def test_who_takes_no_mask_is_told_that_there_is_none(far: None) -> None:
+    q = normal(B, H, Q, 4, seed=0, dtype=torch.float32)
+    nothing = torch.ones(B, 1, 1, Q, dtype=torch.bool)
+    reading = mask_tensors.read(nothing, (B, H, Q, Q))
+    assert reading is not None and reading.mask is not None  # it is not looked at
+    for mask in (nothing, nothing.expand(B, H, Q, Q), torch.zeros(B, 1, 1, Q)):
+        contents = mask_tensors.read_contents(mask, (B, H, Q, Q))
+        assert contents is not None and contents.mask is None and contents.score is None
+    with torch.no_grad():
+        torch.testing.assert_close(attend(q, q, q, nothing, backend="flash"), torch.nn.functional.scaled_dot_product_attention(q, q, q))

@@ -259,6 +259,8 @@ def test_torchs_flex_attention_comes_back(trainer: Any) -> None:
     from torch.nn.attention import flex_attention as module
 
     assert module.flex_attention is client._flex_attention
+    q = torch.randn(1, 2, 64, 16)
+    torch.testing.assert_close(torch.compile(module.flex_attention, fullgraph=True)(q, q, q), functional.scaled_dot_product_attention(q, q, q))
     client.unregister()
-    assert module.flex_attention is client._torch_function and module.flex_attention.__module__ == module.__name__
+    assert module.flex_attention is not client._flex_attention and module.flex_attention.__module__ == module.__name__
     client.register()

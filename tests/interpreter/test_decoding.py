@@ -108,14 +108,15 @@ def test_splits_fill_the_device_and_many_sequences_need_none() -> None:
     sms = 132
     for heads in (1, 8, 64, 512, 2048):
         for tiles in (1, 8, 32, 512):
-            splits = run.best_split_count(tiles, heads, sms)
+            splits = run.best_split_count(tiles, heads, sms, True)
             assert 1 <= splits <= max(1, tiles // run.TILES_PER_SPLIT) and splits <= run.MAX_SPLITS
-    assert run.best_split_count(512, 1, sms) > 64  # one head alone
-    assert run.best_split_count(512, 8, sms) * 8 >= sms
-    assert run.best_split_count(4, 8, sms) == 1 and run.best_split_count(512, 3 * sms, sms) == 1
+    assert run.best_split_count(512, 1, sms, True) > 64  # one head alone
+    assert run.best_split_count(512, 8, sms, True) * 8 >= sms
+    assert run.best_split_count(4, 8, sms, True) == 1 and run.best_split_count(512, 3 * sms, sms, True) == 1
     assert not run.is_deep(512, 3 * sms, sms) and not run.is_deep(128, sms - 4, sms)
 
 
 def test_two_programs_share_a_multiprocessor_where_three_would_leave_a_short_round() -> None:
     """512 heads are 1.3 rounds of three and 1.94 rounds of two: one split of each (measured: 242 us; two splits 262, one with three 277)."""
-    assert run.best_split_count(64, 512, 132) == 1 and run.is_deep(64, 512, 132)
+    assert run.best_split_count(64, 512, 132, True) == 1 and run.is_deep(64, 512, 132)
+    assert run.best_split_count(64, 512, 132, False) == 2

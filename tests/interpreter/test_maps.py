@@ -186,6 +186,21 @@ def test_bounds_of_random_masks(mask: Expression, lengths: tuple[int, int], tile
     assert torch.equal(torch.where(known, states, wanted), wanted)
 
 
+@pytest.mark.parametrize("mask", [lambda x: x * x >= 101, lambda x: x * x <= 2**29, lambda x: (x - 2**15) * (x + 2**15) <= 0])
+def test_numbers_of_long_stretches_are_taken_for_those_of_their_dtype(mask: Any) -> None:
+    """Nothing is known of such a stretch but that; with wider limits, a product of two would wrap."""
+    table = torch.arange(16 * 512, dtype=torch.int32) * 2**17 + 2**24
+
+    def function(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return mask(table[kv * 16].clamp(min=0) // 65536)
+
+    p = problem(function, 1, 1, 64, 512, "cpu")
+    assert bounds_of(p) is not None
+    known, states = decided(p, (64, 128))
+    wanted = states_of(dense_mask(function, 1, 1, 64, 512), (64, 128))
+    assert torch.equal(torch.where(known, states, wanted), wanted)
+
+
 def test_bounds_of_long_stretches_of_a_tensor() -> None:
     """Those of up to 256 elements are looked over, and of longer ones nothing is known."""
     ids = torch.arange(1000) // 290

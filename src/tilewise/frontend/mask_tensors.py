@@ -10,6 +10,7 @@ keys alone is taken as it is: kernels find out which tiles it hides. For a call 
 call is a known one, in which nothing is traced and planned again.
 """
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from tilewise.sizes import broadcasts
 
 FORBIDS = -9984.0  # added to a score, this or less makes exp() 0: clients write "do not attend" as -10000, which bfloat16 rounds to -9984
 REMEMBERED = 64
+LARGE = 2**30  # elements of a mask, broadcast: of much larger ones maps are not made on the device, but once, from the client's own tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +57,17 @@ def read(mask: Tensor, sizes: Sizes) -> Reading | None:
 
 def read_for_call(mask: Tensor, sizes: Sizes) -> Reading | None:
     """The same, for one call on the current stream."""
-    if not can_be_looked_at(mask) or not is_far(mask) or torch.is_grad_enabled() or is_capturing(mask):
-        return read(mask, sizes)  # a backward, or the replay of a CUDA graph, comes after the call
+    if not can_be_looked_at(mask) or not _is_of_keys(mask) or not 0 < math.prod(sizes) // sizes[1] <= LARGE:
+        return read(mask, sizes)
+    if torch.is_grad_enabled() or is_capturing(mask):  # a backward, or the replay of a CUDA graph, comes after the call
+        return read(mask, sizes)
     stream = torch.cuda.current_stream(mask.device) if mask.is_cuda else None
+    return _read(mask, sizes, ("buffer", stream), lambda whole, _: _in_buffer(whole, stream))
 
-    def look(whole: Tensor, sizes: Sizes) -> Reading:
-        return _in_buffer(whole, stream) if _is_of_keys(whole) and 0 not in sizes else _meaning(whole, sizes)
 
-    return _read(mask, sizes, (stream,), look)
+def read_contents(mask: Tensor, sizes: Sizes) -> Reading | None:
+    """The same, for whoever cannot take a mask where there is none: all masks are looked at."""
+    return _read(mask, sizes, "contents", _contents) if can_be_looked_at(mask) and _is_of_keys(mask) else read(mask, sizes)
 
 
 def is_far(mask: Tensor) -> bool:
@@ -183,6 +188,10 @@ def _unexpanded(mask: Tensor) -> Tensor:
 
 
 def _meaning(mask: Tensor, sizes: Sizes) -> Reading:
+    return Reading(_key_padding(mask)) if _is_of_keys(mask) and 0 not in sizes else _contents(mask, sizes)
+
+
+def _contents(mask: Tensor, sizes: Sizes) -> Reading:
     if 0 in sizes:  # an empty problem: there is nothing to mask, and an empty tensor has nothing to load
         return Reading()
     return _of_boolean(mask, sizes) if mask.dtype == torch.bool else _of_additive(mask, sizes)
@@ -192,8 +201,6 @@ def _of_boolean(mask: Tensor, sizes: Sizes) -> Reading:
     """All questions about the contents are answered together: on a GPU, every answer is a synchronisation."""
     heads, queries, keys = mask.shape[1:]
     first = mask[:, :1]
-    if _is_of_keys(mask):
-        return Reading(_key_padding(first))
     lengths = first.sum(-1, keepdim=True)
     rows, columns = first.any(-1, keepdim=True), first.any(-2, keepdim=True)
     allows_all, heads_agree, is_padding, is_product = _answers(
@@ -216,8 +223,10 @@ def _of_boolean(mask: Tensor, sizes: Sizes) -> Reading:
 
 
 def _is_of_keys(mask: Tensor) -> bool:
-    """Whether kernels find out what it hides."""
-    return is_far(mask) and mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1
+    """Whether kernels find out what it hides. Expanded dimensions count as one."""
+    if not is_far(mask) or mask.dtype != torch.bool or mask.dim() < 1:
+        return False
+    return all([size == 1 or stride == 0 for size, stride in zip(mask.shape[-3:-1], mask.stride()[-3:-1], strict=True)])
 
 
 def _key_padding(mask: Tensor) -> Mask:

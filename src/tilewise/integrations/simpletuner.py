@@ -193,14 +193,15 @@ def _flex_sdpa(*args: Any, **kwargs: Any) -> Tensor:
 
 
 # -- models that call FlexAttention themselves ---------------------------------------------------------------------------
-# They import it when they first need it and hand it to torch.compile. What that compiles calls tilewise as in eager mode: lists of tiles that a step chose go
-# straight to a kernel, and nothing is compiled anew for another shape.
+# They import it when they first need it and hand it to torch.compile. With a BlockMask, what that compiles calls tilewise as in eager mode: lists of tiles
+# that a step chose go straight to a kernel, and nothing is compiled anew for another shape.
 
-_torch_function = torch_flex.flex_attention
+_torch_functions: list[Any] = []
 
 
-def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    return _eager_flex(*args, **kwargs)
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    attend = flex.flex_attention if block_mask is None else _eager_flex
+    return attend(query, key, value, score_mod, block_mask, *args, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is not typed
@@ -209,8 +210,10 @@ def _eager_flex(*args: Any, **kwargs: Any) -> Any:
 
 
 def _replace_flex() -> None:
+    _torch_functions.append(torch_flex.flex_attention)
     torch_flex.flex_attention = _flex_attention
 
 
 def _restore_flex() -> None:
-    torch_flex.flex_attention = _torch_function
+    while _torch_functions:
+        torch_flex.flex_attention = _torch_functions.pop()

@@ -132,8 +132,9 @@ def in_buffers(batch: int, kv_length: int, device: torch.device, step: Sight, ho
     kind = (device, stream, batch, kv_length, step.window, step.offset is None, step.visible is None)
 
     def make() -> _InBuffers:
-        offset = None if step.offset is None else torch.zeros((), dtype=torch.int64, device=device)
-        visible = None if step.visible is None else torch.zeros(batch, kv_length, dtype=torch.bool, device=device)
+        with torch.inference_mode(False):  # steps outside of inference mode write into them, too
+            offset = None if step.offset is None else torch.zeros((), dtype=torch.int64, device=device)
+            visible = None if step.visible is None else torch.zeros(batch, kv_length, dtype=torch.bool, device=device)
         sight = Sight(offset, step.window, None, visible)
         mask = mask_of(sight)
         assert mask is not None

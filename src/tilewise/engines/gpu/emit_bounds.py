@@ -64,7 +64,7 @@ class BoundsWriter(ProgramWriter):
         if not varies or not varies[-1] or not inside or any([v & {"q", "kv"} for v in varies[:-1]]):
             return None
         strides = self.slots[slot][1]
-        places = "".join([f" + v{k}[0] * s[{strides + d}]" for d, k in enumerate(indices[:-1])])
+        places = "".join([f" + offset(v{k}[0], s[{strides + d}])" for d, k in enumerate(indices[:-1])])
         last = len(indices) - 1
         text = f"loaded_bounds(p[{slot}], (0{places}), v{indices[last]}, s[{strides + last}])"
         return f"truth_bounds({text})" if self.program.captures[slot].dtype == "bool" else text

@@ -15,7 +15,7 @@ HEADER = """\
 import triton
 import triton.language as tl
 
-from tilewise.engines.gpu.kernels.bounds import absolute_bounds, loaded_bounds, product_bounds, remainder_bounds, truth_bounds, widened
+from tilewise.engines.gpu.kernels.bounds import absolute_bounds, loaded_bounds, offset, product_bounds, remainder_bounds, truth_bounds, widened
 from tilewise.engines.gpu.kernels.primitives import add_fixed, add_share, fast_tanh, gauge_share, load_unpipelined, power, quotient, round_even, tanh
 from tilewise.engines.gpu.kernels.primitives import atan, atan2, cosh, erfc, expm1, fmod, log10, log1p, logaddexp, sinh, softplus, tan
 

@@ -309,12 +309,17 @@ def loads_by_query_and_key(program: Program) -> bool:
 
 
 def split_count(p: Problem) -> int:
-    return best_split_count(key_tiles(p), p.batch * p.kv_heads, sm_count(p.device))
+    return best_split_count(key_tiles(p), p.batch * p.kv_heads, sm_count(p.device), has_depth(p))
 
 
 def decodes_deeply(p: Problem) -> bool:
-    """Whether programs that have all keys of a head do better with two on a multiprocessor. float32 leaves no room for another tile."""
-    return p.dtype != torch.float32 and is_deep(key_tiles(p), p.batch * p.kv_heads, sm_count(p.device))
+    """Whether programs that have all keys of a head do better with two on a multiprocessor."""
+    return has_depth(p) and is_deep(key_tiles(p), p.batch * p.kv_heads, sm_count(p.device))
+
+
+def has_depth(p: Problem) -> bool:
+    """float32 leaves no room for another tile."""
+    return p.dtype != torch.float32
 
 
 def key_tiles(p: Problem) -> int:
@@ -322,12 +327,12 @@ def key_tiles(p: Problem) -> int:
 
 
 @lru_cache(maxsize=1024)
-def best_split_count(tiles: int, heads: int, sms: int) -> int:
+def best_split_count(tiles: int, heads: int, sms: int, may_be_deep: bool) -> int:
     """Of the keys of each head, `tiles` key tiles: the count that takes the shortest time."""
 
     def time(splits: int) -> float:
-        usual = decode_time(tiles, heads, splits, sms, PROGRAMS_PER_SM)
-        return usual if splits > 1 else min(usual, decode_time(tiles, heads, 1, sms, DEEP_PER_SM))
+        per_sm = DEEP_PER_SM if splits == 1 and may_be_deep and is_deep(tiles, heads, sms) else PROGRAMS_PER_SM
+        return decode_time(tiles, heads, splits, sms, per_sm)
 
     return min(range(1, max(1, min(tiles // TILES_PER_SPLIT, MAX_SPLITS)) + 1), key=time)
 

@@ -8,8 +8,6 @@ import triton.language as tl
 
 LONGEST: tl.constexpr = tl.constexpr(256)  # stretch of a capture that is looked over: as many elements as a tile has queries or keys
 STEP: tl.constexpr = tl.constexpr(32)
-LOWEST: tl.constexpr = tl.constexpr(-(2**63))
-HIGHEST: tl.constexpr = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
@@ -38,8 +36,16 @@ def remainder_bounds(x, y):
 
 
 @triton.jit
+def offset(index, stride):
+    return tl.cast(index, tl.int64) * stride
+
+
+@triton.jit
 def loaded_bounds(p, o, index, stride):
-    """Of the elements of a capture from index[0] to index[1], one interval for each tile; whatever it may be where these are many. `o`: where they lie."""
+    """Of the elements of a capture from index[0] to index[1], one interval for each tile; that of its dtype where these are many, which is also what
+    emit_bounds.py takes for granted. `o`: where they lie."""
+    HIGHEST: tl.constexpr = 2**63 - 1 if p.dtype.element_ty.primitive_bitwidth == 64 else 2**31 - 1
+    LOWEST: tl.constexpr = -HIGHEST - 1
     count = index[1] - index[0]
     lowest, highest = tl.full(count.shape, HIGHEST, tl.int64), tl.full(count.shape, LOWEST, tl.int64)
     for first in range(0, tl.minimum(tl.max(count, 0) + 1, LONGEST).to(tl.int32), STEP):

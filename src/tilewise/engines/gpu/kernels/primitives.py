@@ -87,14 +87,14 @@ def load_kv(
             p_head += first % PAGE * s[2]
         elif ROWS // PAGE * PAGE == ROWS:  # whole pages: rows of every tile lie at the same places in them
             i_page, o_within = first // PAGE + o_row // PAGE, o_row % PAGE
-        else:
-            i_page, o_within = o_kv // PAGE, o_kv % PAGE
+        else:  # rows may lie anywhere in large pages
+            i_page, o_within = o_kv // PAGE, (o_kv % PAGE).to(tl.int64)
         if BOUNDED:
             i_page = tl.minimum(i_page, (n_kv - 1) // PAGE)
         p_page = p_head + nearest_page(tl.load(pages.table + i_b.to(tl.int64) * pages.stride + i_page), pages) * s[0]
         if ONE and not BOUNDED and not PAIRED:
             return load_rows(p_page, s, ROWS, ROWS, COLUMNS, COLUMNS_TRUE, False, NARROW)
-        o_within = o_within * tl.cast(s[2], tl.int32)
+        o_within = o_within * tl.cast(s[2], o_within.dtype)
         if ONE:  # one register each, as NARROW does in load_rows: with two, fewer programs fit a multiprocessor
             o_within = o_within.to(tl.uint32) % 0x40000000
         p_row = (p_page + o_within)[:, None]
