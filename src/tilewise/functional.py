@@ -12,7 +12,7 @@ from tilewise.attention import attention
 from tilewise.core.problem import DenseMask
 from tilewise.errors import InputError
 from tilewise.frontend import mask_tensors
-from tilewise.frontend.dispatch import attention_backend, requested_backend, takes_dense_mask
+from tilewise.frontend.dispatch import attention_backend, requested_backend, takes_dense_mask, takes_masks
 from tilewise.frontend.interception import Interception
 from tilewise.frontend.shared_sequence import scopes
 from tilewise.masks import causal, causal_lower_right
@@ -20,7 +20,6 @@ from tilewise.memory import check_dense
 
 __all__ = ["intercept_sdpa", "scaled_dot_product_attention", "sdpa_kernel"]
 
-MASKLESS = ("flash", "fa2")  # backends that take no mask, but a mask tensor that hides nothing
 # torch's kernels by what they are to a user; cuDNN and the memory-efficient kernel are reached through torch itself.
 BACKEND_OF = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "native", SDPBackend.CUDNN_ATTENTION: "native"}
 
@@ -62,7 +61,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backe
     name = requested_backend(backend)[0]
     if takes_dense_mask(name):
         return attention(query, key, value, mask=DenseMask(mask), backend=backend, **options)
-    read = mask_tensors.read_contents if name in MASKLESS or scopes else mask_tensors.read_for_call
+    reads_anyway = len(scopes) > 0 or not takes_masks(name)  # there a mask that hides nothing has to be none
+    read = mask_tensors.read_contents if reads_anyway else mask_tensors.read_for_call
     reading = read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is None:
         return attention(query, key, value, mask=mask, backend=backend, **options)

@@ -461,7 +461,7 @@ def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int
             f"got {frames}, {tokens_per_frame}, {decay}, {least}, {text}"
         )
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"radial: device={str(device)!r}, but torch finds no GPU here")
+        raise InputError(f"radial: device={str(device)!r}, but torch finds no GPU here; leave it out, and the mask's table is made on the CPU")
     reach = torch.tensor([tokens_per_frame, *(radial_reach(distance, tokens_per_frame * decay, least) for distance in range(1, frames))], device=device)
     video = frames * tokens_per_frame
 

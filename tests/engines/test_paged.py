@@ -209,6 +209,7 @@ def test_generated(sequences: Any, size: int, heads: tuple[int, int], dims: tupl
         ({"query": torch.zeros(2, 4, 16), "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=torch.int32)}, "cu_seqlens_q must start at 0"),
         ({"mask": torch.ones(2, 2, dtype=torch.bool)}, "keys in pages take a mask function"),
         ({"k_scale": torch.ones(4)}, "k_scale must be a number, or a float tensor with one for each of the 2 kv heads"),
+        ({"v_scale": True}, "v_scale must be a number, or a float tensor with one for each of the 2 kv heads, got bool"),
         ({"backend": "native"}, "it takes no keys and values in pages"),
     ],
 )

@@ -31,6 +31,7 @@ class Engine(ABC):
     serves: ClassVar[Mapping[str, int]] = {}  # the intents ("auto", "flex", ...) it may be chosen for, and its place in the order in which engines are asked
     is_fused: ClassVar[bool] = True  # masked NaN stays out, and on a CPU it is at least as fast as torch's SDPA: native defers to it
     takes_dense_mask: ClassVar[bool] = False  # Problem.dense_mask
+    takes_masks: ClassVar[bool] = True  # Problem.mask
     takes_pages: ClassVar[bool] = False  # Problem.pages
     looks_at_contents: ClassVar[bool] = False  # unless named, it may serve a masked problem because of what the tensors hold: the choice is not remembered
     is_torch_function: ClassVar[bool] = False  # forward() is made of torch's own operations: autograd and torch.compile see through it, backward() is theirs

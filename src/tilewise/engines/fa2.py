@@ -46,6 +46,7 @@ class Fa2Engine(Engine):
     name = "fa2"
     summary = "torch's FlashAttention-2 kernel, never cuDNN's: float16 and bfloat16 without a mask on NVIDIA GPUs from Ampere on"
     serves: ClassVar[Mapping[str, int]] = {"auto": 0, "flash": 0}
+    takes_masks = False
     is_fused = False
     is_torch_function = True
 

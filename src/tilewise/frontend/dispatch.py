@@ -122,6 +122,11 @@ def takes_dense_mask(backend: str) -> bool:
     return len(found) > 0 and all([e.takes_dense_mask for e in found])
 
 
+def takes_masks(backend: str) -> bool:
+    """Whether a backend takes masks other than the causal one."""
+    return backend != "flash" and any([e.takes_masks for e in candidates(backend)])
+
+
 def reason_against(engine: Engine, problem: Problem, request: Request) -> str | None:
     """Why an engine is passed over: what the request rules out, what the engine cannot do, and whom it leaves the problem to."""
     if request.backend == "flash" and (problem.score is not None or problem.sinks is not None):

@@ -55,7 +55,7 @@ def checked_scale(given: Any, kv_heads: int, name: str, device: torch.device) ->
     """Raises unless it is a scale. What a tensor holds is not looked at: on a GPU that would wait for all work before."""
     if given is None:
         return None
-    if isinstance(given, Real):
+    if type(given) is not bool and isinstance(given, Real):
         number = float(given)
         if not 0 < number < math.inf:
             raise InputError(f"{name} is what keys or values were divided by, a number above 0, got {given}")

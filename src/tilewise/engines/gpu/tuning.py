@@ -107,7 +107,7 @@ def candidates(roles: tuple[str, ...], table: Configs, tile: tuple[int, int] | N
     found = [table, *[tuple([c._replace(warps=w) for c in table]) for w in (4, 8)]]
     for k, (role, config) in enumerate(zip(roles, table, strict=True)):
         changes = [config._replace(n=n) for n in (config.n // 2, config.n * 2)] + [config._replace(stages=s) for s in (config.stages - 1, config.stages + 1)]
-        if not role.endswith("decode"):  # whose rows are those of the problem
+        if not role.endswith("decode"):  # whose rows are those of the problem, in either role
             changes += [config._replace(m=m) for m in (config.m // 2, config.m * 2)]
         found += [(*table[:k], change, *table[k + 1 :]) for change in changes]
     if tile is not None:

@@ -55,7 +55,7 @@ def table_config(role: str, p: Problem) -> Config:
         largest, config = next((size, c) for size, c in TABLES[role].items() if width <= size)
         if p.mask is not None and (p.score is None or largest > 128):
             config = MASKED.get(role, {}).get(largest, config)
-        if role in ("decode", "deep_decode") and p.key.dtype in FLOAT8 and p.dtype != torch.float32:  # half the bytes
+        if role.endswith("decode") and p.key.dtype in FLOAT8 and p.dtype != torch.float32:  # half the bytes
             config = config._replace(n=2 * config.n)
         if p.dtype == torch.float32:  # twice the bytes
             config = config._replace(m=max(16, config.m // 2), n=max(16, config.n // 2), stages=min(config.stages, 2))
