@@ -1,6 +1,6 @@
 """What each rank of a shared sequence computes, one rank after the other on one GPU: balance, and speed beside the whole sequence.
 
-    python benchmarks/shards.py [--ranks 8 64] [--tokens 8192] [--sample 8] [--save shards.md] [--flex] [--stages] [--minutes 10]
+    python benchmarks/shards.py [--masks causal documents] [--ranks 8 64] [--tokens 8192] [--sample 8] [--save shards.md] [--flex] [--stages] [--minutes 10]
 
 Every rank's queries and the keys it would fetch are made on the GPU and attended to, forward and backward, as in tilewise.distributed; nothing travels.
 `mean / max` is over the measured ranks: the share of time that ranks compute if all wait for the slowest. `of N/P` is the time of the whole sequence on one
@@ -39,6 +39,7 @@ from tilewise.engines import Engine
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 128
 SIZES = Sizes(1, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
+MASKS = ("causal", "window 4096", "documents")
 WHOLE = 8  # ranks up to whose sequence the whole is measured
 FLEX_ELEMENTS = 2**34  # of a shard's mask: torch writes it out before it finds its blocks
 RESULTS = Path(__file__).parent / "results" / "gpu"
@@ -168,7 +169,7 @@ class Bench:
         self.lines: list[list[str]] = []
 
     def run(self) -> None:
-        for name in ("causal", "window 4096", "documents"):
+        for name in self.options.masks:
             per_tile: Times | None = None
             for ranks in sorted(self.options.ranks):
                 if self.is_over():
@@ -239,6 +240,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=MASKS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--sample", type=int, default=8, help="ranks that are measured: the most and the least loaded, and others between them")

@@ -23,6 +23,8 @@ from tilewise.engines.gpu.driver import TENSOR_MAP
 from tilewise.engines.gpu.kernel_request import KernelRequest
 from tilewise.engines.gpu.limits import shared_memory
 
+DOCUMENTS = masks.document(torch.arange(512) // 100)
+
 
 def problem(
     shape: tuple[int, ...] = (2, 4, 512, 64),
@@ -196,6 +198,7 @@ class TestLaunches:
             {"shape": (2, 4, 512, 128)},
             {"dtype": torch.float16},
             {"mask": masks.causal},
+            {"mask": DOCUMENTS},
             {"score": scores.sinks(torch.zeros(4))},
             {"score": scores.alibi(4)},
             {"partial": True},
@@ -205,8 +208,9 @@ class TestLaunches:
             assert store_key(self.request(**same)) == usual
         assert store_key(self.request(score=scores.softcap(20.0))) == store_key(self.request(score=scores.softcap(30.0), shape=(1, 4, 100, 64)))
         assert store_key(self.request(score=scores.softcap(20.0))) != store_key(self.request(score=scores.alibi(4)))
-        masked = store_key(self.request(mask=masks.causal))
+        masked, band = (store_key(self.request(mask=mask)) for mask in (DOCUMENTS, masks.causal))
         assert masked == store_key(self.request(mask=lambda b, h, q, kv: (q // 7 + h) % 3 == kv % 3))  # masks are bits
+        assert masked != band == store_key(self.request(mask=masks.sliding_window(11, 3)))  # or two numbers
         monkeypatch.setattr(nvrtc, "version", lambda: (13, 1))
         assert store_key(self.request()) != usual
         monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
@@ -216,11 +220,13 @@ class TestLaunches:
     def test_the_struct_of_arguments_has_what_is_packed(self) -> None:
         from tilewise.engines.cuda.source import arguments
 
-        struct, types = arguments(self.request(mask=masks.causal))
+        struct, types = arguments(self.request(mask=DOCUMENTS))
         assert types[0] == types[9] == types[18] == TENSOR_MAP and types.count(TENSOR_MAP) == 3
         assert types[27:31] == ["*bf16", "*fp32", "*fp32", "*i32"] and types[31:39] == ["*i32"] * 8  # out, lse, maxima, counter; the schedule
         assert "TensorMap q;\n    int q_sizes[4];\n    long long q_strides[4];" in struct and "bfloat* out;" in struct and "int* first_bits;" in struct
-        assert "first_bits" not in arguments(self.request())[0] and "sinks" not in struct
+        assert "first_bits" not in arguments(self.request())[0] and "sinks" not in struct and "int low;" not in struct
+        band = arguments(self.request(mask=masks.causal))[0]
+        assert "int low;\n    int high;" in band and "first_bits" not in band
         scored, types = arguments(self.request(score=[scores.alibi(4), lambda s, b, h, q, kv: s * 0.5 + kv * 2**40]))
         assert "float* p_0;" in scored and "long long i_" in scored and "float f_0;" in scored and "int s_0;" in scored and "*fp32" in types[35:]
         assert "float* sinks;" in arguments(self.request(score=scores.sinks(torch.zeros(4))))[0]

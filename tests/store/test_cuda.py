@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal], ids=["full", "masked"])
+@pytest.mark.parametrize("mask", [None, masks.causal, masks.document(torch.arange(512) // 100)], ids=["full", "band", "mapped"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_loop_hides_softmax_under_the_products(name: str, mask: object) -> None:
     """No product is serialised (C75xx are ptxas' warnings of that); nothing spills but in the producer, and little there; the exponentials stand between the
@@ -62,7 +62,7 @@ def test_the_loop_hides_softmax_under_the_products(name: str, mask: object) -> N
         assert nvrtc.spilled_bytes(log) <= 128
         code = machine_code(launch, 90)
         (body,) = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
-        assert not re.search(r"\b(?:LDL|STL|R2UR)\b", body)
+        assert not re.search(r"\b(?:LDL|STL)\b", body) and len(re.findall(r"\bR2UR\b", body)) <= 1  # D256 with dropout makes one number uniform again
         products = config.d // 16 + config.block_n // 16
         assert body.count("HGMMA") == products and len(re.findall("WARPGROUP.DEPBAR", body)) == 2  # a serialised kernel waits for every product
         scores_awaited, weights_awaited = (m.start() for m in re.finditer("WARPGROUP.DEPBAR", body))
@@ -139,6 +139,7 @@ print(Counts.built, Counts.loaded)
     ("asked", "forward"),
     [
         ({"mask": masks.causal}, "cuda_fwd"),
+        ({"mask": masks.causal & masks.sliding_window(100)}, "cuda_fwd"),
         ({"mask": masks.causal, "score": scores.alibi(4)}, "hopper_fwd"),
         ({"mask": masks.document(torch.arange(512) // 100)}, "hopper_fwd"),
         ({"mask": masks.causal, "score": scores.alibi(4), "dropout_p": 0.1, "seed": 1}, "cuda_fwd"),

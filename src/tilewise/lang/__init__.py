@@ -1,5 +1,6 @@
 """The mask and score language: trace a Python function, interpret it, bound it over tiles, derive it."""
 
+from tilewise.lang.bands import Band, band_of
 from tilewise.lang.bounds import Bounds
 from tilewise.lang.derive import Derivative, LoadSite, derive
 from tilewise.lang.factors import Factored, factored
@@ -12,6 +13,7 @@ from tilewise.lang.trace import name_of, trace_mask, trace_score
 
 __all__ = [
     "INDICES",
+    "Band",
     "BoundProgram",
     "Bounds",
     "CaptureSpec",
@@ -20,6 +22,7 @@ __all__ = [
     "Interval",
     "LoadSite",
     "Program",
+    "band_of",
     "derive",
     "evaluate",
     "factored",

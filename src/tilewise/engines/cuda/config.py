@@ -9,10 +9,13 @@ from tilewise.engines.cuda.mods import keeps_range
 from tilewise.engines.gluon import config as gluon
 from tilewise.engines.gpu.limits import shared_memory
 from tilewise.engines.gpu.mods import has_score
+from tilewise.lang import Band, band_of
+from tilewise.lang.bands import LONGEST
 
 ROWS = 64  # query rows of a warpgroup
 CHUNK = 64  # columns that lie side by side in shared memory, in 128 bytes
 CLUSTER_TILES = 8  # query tiles of a head from which on programs share keys in pairs, though one tile may be missing from the last pair
+MOST_KEYS_OF_BAND = 128  # of a step
 REGISTERS, REGISTERS_SCORED, REGISTERS_DROPOUT = 196, 188, 176  # that scores, weights and outputs may take of a thread's 240
 
 
@@ -28,6 +31,7 @@ class ForwardConfig:
     v_stages: int
     cluster: int  # programs that share keys and values by multicast
     mapped: bool  # a tile schedule says which key tiles are visited, and its mask bits what is allowed in them
+    banded: bool  # the mask is a band: the kernel finds its key tiles by itself
     fp16: bool
     sinks: bool
     scored: bool  # a score function is applied to q.k
@@ -69,6 +73,13 @@ def padded(dim: int) -> int:
     return -(-dim // CHUNK) * CHUNK
 
 
+def band_for(p: Problem) -> Band | None:
+    """The band that the whole mask is; None where a tile schedule is needed, or no mask is given."""
+    if p.mask is None or p.given_tiles is not None or max(p.q_len, p.kv_len) >= LONGEST:
+        return None
+    return band_of(p.mask)
+
+
 def forward_config(p: Problem, mapped: bool) -> ForwardConfig:
     """Pairs of programs need pairs of query tiles."""
     forms = forward_forms(p, mapped)
@@ -78,14 +89,17 @@ def forward_config(p: Problem, mapped: bool) -> ForwardConfig:
 
 def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
     """What lengths may ask for: programs in pairs, if that pays (scores and dropout leave no registers for it), and alone. With a map, tiles are the
-    Gluon engine's: the two share tile schedules, mask bits and the fix-up. Without one, a step takes as many keys as fit."""
+    Gluon engine's: the two share tile schedules, mask bits and the fix-up. Without one, a step takes as many keys as fit; of a band up to 128, because larger
+    tiles lie across its edges too often."""
     theirs, dims, scored, dropout = gluon.forward_config(p), (-(-p.head_dim // 16) * 16, p.v_dim), has_score(p), p.dropout_p > 0
+    banded = band_for(p) is not None
 
     def form(block_n: int, k_stages: int, v_stages: int, cluster: int) -> ForwardConfig:
-        rest = (mapped, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout, p.partial)
+        rest = (mapped and not banded, banded, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout, p.partial)
         return ForwardConfig(*dims, block_n, theirs.warpgroups, k_stages, v_stages, cluster, *rest)
 
-    if mapped or theirs.warpgroups == 3:
-        return [next(c for c in (form(theirs.block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits)]
-    block_n = next(n for n in range(256, 0, -16) if form(n, 2, 2, 1).fits)
+    most = theirs.block_n if mapped and not banded else MOST_KEYS_OF_BAND if banded else 256
+    block_n = theirs.block_n if theirs.warpgroups == 3 else next(n for n in range(most, 0, -16) if form(n, 2, 2, 1).fits)
+    if mapped or banded or theirs.warpgroups == 3:
+        return [next(c for c in (form(block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits)]
     return [form(block_n, 2, 2, cluster) for cluster in ((1,) if scored or dropout else (2, 1))]

@@ -7,19 +7,22 @@ from torch import Tensor
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.cuda import nvrtc
-from tilewise.engines.cuda.config import ForwardConfig, forward_config
+from tilewise.engines.cuda.config import ForwardConfig, band_for, forward_config
 from tilewise.engines.cuda.mods import score_of
 from tilewise.engines.cuda.source import CudaKernel
 from tilewise.engines.gluon import config as gluon
-from tilewise.engines.gluon.launches import heads_per_group, hopper_tiles
+from tilewise.engines.gluon.launches import heads_at_a_time, heads_per_group, hopper_tiles
 from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, query_axis
 from tilewise.engines.gpu.arguments import dropout_arguments, seed_of, shape_arguments
 from tilewise.engines.gpu.kernel_args import Strides
 from tilewise.engines.gpu.launch import Launch, TmaTensor, score_captures
 from tilewise.engines.gpu.limits import free_sms
 from tilewise.engines.gpu.mods import mod_arguments, scales
+from tilewise.engines.gpu.tile_schedule import TileSchedule
+from tilewise.lang import Band
 
 FORWARD = CudaKernel("forward")
+NO_SCHEDULE = HopperSchedule(TileSchedule(0, mapped=False))
 
 
 class Tiles(NamedTuple):
@@ -33,6 +36,13 @@ class Tiles(NamedTuple):
     stops: Any
     first_bits: Any
     bits: Any
+
+
+class Limits(NamedTuple):
+    """A band's, by the names they have in kernels/forward.cu: query q sees keys q + low to q + high. None for other masks."""
+
+    low: Any = None
+    high: Any = None
 
 
 class Score(NamedTuple):
@@ -52,8 +62,14 @@ class Compiler(NamedTuple):
 
 
 def schedule_of(p: Problem) -> HopperSchedule:
-    """The same that the Gluon forward walks."""
-    return hopper_schedule(p, query_axis(gluon.forward_config(p)))
+    """The same that the Gluon forward walks; none for a band, whose tiles the kernel finds by itself."""
+    return NO_SCHEDULE if band_for(p) is not None else hopper_schedule(p, query_axis(gluon.forward_config(p)))
+
+
+def band_density(p: Problem, band: Band) -> float:
+    """About which share of the keys a query sees."""
+    below, above = min(p.kv_len, max(0, -band.low)), min(p.kv_len, max(0, band.high))
+    return min(1.0, (below + above + 1) / p.kv_len) / (2.0 if max(below, above) == p.kv_len else 1.0)
 
 
 def fwd_launch(p: Problem, output: Output, counter: Tensor) -> Launch:
@@ -62,7 +78,8 @@ def fwd_launch(p: Problem, output: Output, counter: Tensor) -> Launch:
 
 
 def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: HopperSchedule, config: ForwardConfig) -> Launch:
-    heads, tiles = p.batch * p.heads, -(-p.q_len // config.block_m)
+    heads, tiles, band = p.batch * p.heads, -(-p.q_len // config.block_m), band_for(p)
+    group = heads_per_group(p, schedule) if band is None else heads_at_a_time(p, band_density(p, band))
     items = heads * -(-tiles // config.cluster)  # what programs, or pairs of them, take at a time
     return Launch(
         "cuda_fwd",
@@ -81,12 +98,13 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
         },
         {
             "tiles": Tiles(*schedule.tensors),
+            "limits": Limits() if band is None else Limits(*band.clamped),
             "s_batch": schedule.strides[0],
             "s_head": schedule.strides[1],
             **shape_arguments(p),
             "n_tiles": tiles,
             "n_bh": heads,
-            "n_group": min(heads_per_group(p, schedule) * (p.heads // p.kv_heads), heads),
+            "n_group": min(group * (p.heads // p.kv_heads), heads),
             "scale": scales(p)[1],
             "score_scale": scales(p)[0],
             **dropout_arguments(p),
@@ -96,5 +114,5 @@ def fwd_launch_with(p: Problem, output: Output, counter: Tensor, schedule: Hoppe
         {"C": config, "SCORE": score_of(p), "COMPILER": Compiler(nvrtc.version(), nvrtc.OPTIONS)},
         config.warps,
         1,
-        sources=(hopper_tiles(query_axis(gluon.forward_config(p))), score_captures),
+        sources=(*((hopper_tiles(query_axis(gluon.forward_config(p))),) if band is None else ()), score_captures),
     )

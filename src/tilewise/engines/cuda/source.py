@@ -31,7 +31,9 @@ class CudaKernel(OwnCompiler):
         known = dict(request.constants)
         config, score = known["C"], known["SCORE"]
         scored = () if score is None else (_file(FOLDER / "program.cuh"), _file(HEADERS / "operations.h"), score.source)
-        parts = (constants(config), _file(FOLDER / "primitives.cuh"), arguments(request)[0], products(config), *scored, _file(FOLDER / f"{self._entry}.cu"))
+        banded = (_file(FOLDER / "band.cuh"),) if config.banded else ()
+        parts = (constants(config), _file(FOLDER / "primitives.cuh"), arguments(request)[0], products(config), *banded, *scored)
+        parts += (_file(FOLDER / f"{self._entry}.cu"),)
         return "\n".join(parts)
 
     def compiled(self, request: KernelRequest) -> dict[str, bytes]:

@@ -290,9 +290,12 @@ def bwd_postprocess_launch(p: Problem, tensors: PostprocessTensors) -> Launch:
 
 def heads_per_group(p: Problem, schedule: HopperSchedule) -> int:
     """How many key heads' tiles are mixed, longest first. Without a map all tiles are alike, and those of one head follow each other."""
-    if not schedule.mapped:
-        return 1
-    share = min(1.0, 2 * schedule.density)  # causal maps visit half of the tiles, and all keys
+    return heads_at_a_time(p, schedule.density) if schedule.mapped else 1
+
+
+def heads_at_a_time(p: Problem, density: float) -> int:
+    """The same for tiles of different lengths. `density`: the share of tiles that are visited."""
+    share = min(1.0, 2 * density)  # causal maps visit half of the tiles, and all keys
     bytes_of_head = max(1.0, share * p.kv_len * (p.head_dim + p.v_dim) * p.key.element_size())
     at_once: int = 2 ** max(0, round(math.log2(L2_SHARE / bytes_of_head)))  # a power of two is likely to divide all heads: the last group should not be small
     return min(at_once, p.batch * p.kv_heads)

@@ -3,8 +3,8 @@
 //   S = score(Q K^T), P = 2^(S c - shift), 0 where the mask forbids, O = P V / rowsum(P), lse = ln 2 (shift + log2 rowsum(P)); c = scale * log2 e.
 //   Dropout makes some of P 0 after they were summed. A sink is one more weight in the sum, 2^(sink log2 e - shift).
 //
-// The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, FP16, SINKS, SCORED,
-// ANCHORED, DROPOUT, PARTIAL, the struct Args, a struct Score (emit.py) if SCORED, and two functions,
+// The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, BANDED, FP16, SINKS, SCORED,
+// ANCHORED, DROPOUT, PARTIAL, the struct Args, band.cuh if BANDED, a struct Score (emit.py) if SCORED, and two functions,
 //   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)        64 x BN x 16, both operands in shared memory as they lie
 //   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)  64 x DV x 16, P in registers, V as it lies
 //
@@ -26,7 +26,8 @@
 // A row that is not finite in the end (a NaN at a masked key, weights beyond float32) gets an lse of NaN: the fix-up that follows computes it again.
 
 #define BM (64 * WGS)
-#define PLACED (SCORED || DROPOUT)                              // consumers have to know which keys they see
+#define PLACED (SCORED || DROPOUT || BANDED)                    // consumers have to know which keys they see
+#define MASKED (MAPPED || BANDED)                               // some key tiles are not visited, and some are masked
 #define NO (DV / 2)                                             // a thread's outputs
 #define K_CHUNKS ((D + 63) / 64)
 #define V_CHUNKS ((DV + 63) / 64)
@@ -55,12 +56,14 @@ struct Item {                                                   // a query tile
     int batch, head, kv_head;
 #if MAPPED
     int run, first_run, last_run, i, stop;
+#elif BANDED
+    BandTiles band;
 #endif
 };
 
 DEV int item_count(const Args& a) { return a.n_bh * ((a.n_tiles + CLUSTER - 1) / CLUSTER); }
 
-#if MAPPED
+#if MASKED
 // Items are ordered by group of heads, then by length of the row, then by head.
 DEV Item find_item(const Args& a, int t) {
     Item x;
@@ -69,6 +72,13 @@ DEV Item find_item(const Args& a, int t) {
     x.batch = x.bh / a.n_heads;
     x.head = x.bh % a.n_heads;
     x.kv_head = x.head / a.ratio;
+#if BANDED
+    x.tile = a.n_tiles - 1 - in_group / heads;                  // causal: the longest first
+    x.band = BandTiles(x.tile * BM, min(BM, a.n_q - x.tile * BM), a.n_kv, a.low, a.high);
+    x.steps = x.band.steps();
+    x.masked = x.band.masked();
+    x.bits = 0;
+#else
     int row = x.batch * a.s_batch + x.head * a.s_head;
     x.tile = a.order[row + in_group / heads];
     row += x.tile;
@@ -79,17 +89,22 @@ DEV Item find_item(const Args& a, int t) {
     x.run = a.offsets[4 * row + 1] - 1;
     x.last_run = a.offsets[4 * row + 3];
     x.i = x.stop = 0;
+#endif
     return x;
 }
 
-// Key tiles: those of masked runs, then those of full ones.
-DEV int next_key_tile(const Args& a, Item& x) {
+// The key tile of step j: those of masked runs come first, then those of full ones.
+DEV int next_key_tile(const Args& a, Item& x, int j) {
+#if BANDED
+    return x.band.tile(j);
+#else
     while (x.i == x.stop) {
         x.run = x.run + 1 == x.last_run ? x.first_run : x.run + 1;
         x.i = a.starts[x.run];
         x.stop = a.stops[x.run];
     }
     return x.i++;
+#endif
 }
 
 DEV int next_item(const Args& a, int t) { return gridDim.x + atomicInc((u32*)a.counter, item_count(a) - 1); }   // wraps to 0 by itself with the last draw
@@ -146,15 +161,15 @@ DEV void produce(const Args& a, u32 base) {
         Item x = find_item(a, t);
         next = t;
         int before = 0;
-#if MAPPED
+#if MASKED
         if (x.steps == 0) announce(a, base, round, x), next = next_item(a, t);
 #endif
         for (int j = 0; j <= x.steps && x.steps > 0; j++) {     // K0 Q | K1 V0 | K2 V1 ... | V
             int key = 0;
             if (j < x.steps) {
                 u32 i = sent + j, s = i % K_STAGES;
-#if MAPPED
-                key = next_key_tile(a, x) * BN;
+#if MASKED
+                key = next_key_tile(a, x, j) * BN;
 #else
                 key = (x.steps - 1 - j) * BN;                   // from the last: only that one can be cut by the end
 #endif
@@ -289,7 +304,7 @@ struct Rows {
         weigh(total);
         sum[0] = sum[0] * decay[0] + total[0];
         sum[1] = sum[1] * decay[1] + total[1];
-        if (MAPPED && ANCHORED) anchored = !__any_sync(0xffffffff, fminf(shift[0], shift[1]) == UNSET);
+        if (MASKED && ANCHORED) anchored = !__any_sync(0xffffffff, fminf(shift[0], shift[1]) == UNSET);
     }
 
 #if MAPPED
@@ -306,6 +321,26 @@ struct Rows {
             for (int i = 0; i < 4; i++) s[4 * j + i] = words[i / 2] & (1u << (2 * j + i % 2)) ? s[4 * j + i] : -INF;
     }
 #endif
+#if BANDED
+    // What lies outside the band, and past the last key, in a key tile: constants are compared with a number of each row.
+    DEV void apply_band(const Args& a, int tile, int key) {
+        int first = tile * BM, last = min(first + BM, a.n_q) - 1, q = first + row, at = key + 2 * (int)(threadIdx.x & 3);
+        if (key + BN - 1 > min(first + a.high, a.n_kv - 1)) {   // some row does not see the last key
+            int most[2] = {min(q + a.high, a.n_kv - 1) - at, min(q + 8 + a.high, a.n_kv - 1) - at};
+#pragma unroll
+            for (int j = 0; j < BN / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[4 * j + i] = 8 * j + i % 2 <= most[i / 2] ? s[4 * j + i] : -INF;
+        }
+        if (key < last + a.low) {                               // or the first
+            int least[2] = {q + a.low - at, q + 8 + a.low - at};
+#pragma unroll
+            for (int j = 0; j < BN / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[4 * j + i] = 8 * j + i % 2 >= least[i / 2] ? s[4 * j + i] : -INF;
+        }
+    }
+#endif
     DEV void cut_keys(int left) {                               // keys from `left` on do not exist
 #pragma unroll
         for (int j = 0; j < BN / 8; j++)
@@ -314,7 +349,7 @@ struct Rows {
     }
 
     // S and softmax of a query tile's first key tile.
-    DEV void first_step(const Args& a, u32 it, int steps, const u32 (&words)[2]) {
+    DEV void first_step(const Args& a, u32 it, int steps, bool is_masked, int tile, const u32 (&words)[2]) {
         u32 ks = it % K_STAGES;
         float decay[2];
         wait_k(it);
@@ -329,6 +364,8 @@ struct Rows {
         apply_score(a, key);
 #if MAPPED
         apply_bits(words);
+#elif BANDED
+        if (is_masked) apply_band(a, tile, key);
 #else
         if (a.n_kv % BN) cut_keys(a.n_kv % BN);
 #endif
@@ -341,7 +378,7 @@ struct Rows {
     }
 
     // S and softmax of key tile `it`, which has arrived, and P V of the one before.
-    DEV void step(u32 it, bool is_masked, bool is_last, u32 (&words)[2], const Args& a, int next_block, bool next_masked) {
+    DEV void step(u32 it, bool is_masked, bool is_last, u32 (&words)[2], const Args& a, int tile, int next_block, bool next_masked) {
         u32 ks = it % K_STAGES, vs = (it - 1) % V_STAGES;
         begin_turn();
         issue_qk(s, q(), base + Shared::k + ks * Shared::tile_k);
@@ -354,7 +391,7 @@ struct Rows {
         release(base + Shared::k_empty + 8 * ks);
         if (is_last) release_q();                               // the next Q loads under the last softmax
         apply_score(a, key);
-        bool careful = !ANCHORED || (MAPPED && (is_masked || !anchored));
+        bool careful = !ANCHORED || (MASKED && (is_masked || !anchored));
         float decay[2], total[2];
         if (careful) {
 #if MAPPED
@@ -362,6 +399,8 @@ struct Rows {
                 apply_bits(words);
                 load_bits(words, a, next_block, next_masked);   // a step ahead: memory may take longer to answer than products take
             }
+#elif BANDED
+            if (is_masked) apply_band(a, tile, key);
 #endif
             weigh_carefully(decay);
         } else {
@@ -493,7 +532,7 @@ struct Rows {
 #if DROPOUT
             counter[0] = (tile * BM + row) / 16 * 8 + row % 8, counter[1] = bh % a.n_heads, counter[2] = bh / a.n_heads;
 #endif
-#if MAPPED
+#if MASKED
             masked = uniform(get_shared(from + 12));
             block = uniform(get_shared(from + 16));
             if (steps == 0) {                                   // its rows attend nothing
@@ -505,14 +544,16 @@ struct Rows {
                 store(a, bh, tile, sink_of(a, bh));
                 continue;
             }
+#endif
+#if MAPPED
             load_bits(words, a, block, masked > 0);
 #endif
-            first_step(a, it, steps, words);
+            first_step(a, it, steps, masked > 0, tile, words);
 #if MAPPED
             load_bits(words, a, block + 1, masked > 1);
 #endif
             it++;
-            for (int i = 1; i < steps; i++, it++) step(it, i < masked, i + 1 == steps, words, a, block + i + 1, i + 1 < masked);
+            for (int i = 1; i < steps; i++, it++) step(it, i < masked, i + 1 == steps, words, a, tile, block + i + 1, i + 1 < masked);
             float sink = sink_of(a, bh);
             last_product(it - 1);
             store(a, bh, tile, sink);
