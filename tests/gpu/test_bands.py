@@ -54,7 +54,7 @@ def test_other_limits_are_other_numbers_of_one_kernel() -> None:
 
 
 SCORES: dict[str, Any] = {
-    "ALiBi": lambda draw: [scores.alibi(4, device="cuda")],
+    "ALiBi": lambda draw: [scores.alibi(4)],
     "softcap": lambda draw: [scores.softcap(20.0)],
     "by query and key": lambda draw: [lambda s, b, h, q, kv: s + 0.01 * (q - 2 * kv)],
     "sinks": lambda draw: [scores.sinks(draw.normal(4))],

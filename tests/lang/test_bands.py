@@ -92,3 +92,9 @@ def test_a_band_is_what_its_mask_says(drawn: list[tuple[Callable[[int], Term], i
     wanted = evaluate(call, {"q": q, "kv": kv})
     for low, high in (band, band.clamped):
         assert torch.equal((low <= kv - q) & (kv - q <= high), torch.as_tensor(wanted).expand(30, 34))
+
+
+def test_loads_by_many_indices_are_no_sums() -> None:
+    dense = torch.ones(2, 3, 4, 4, dtype=torch.bool)
+    assert found(lambda b, h, q, kv: dense[b, h, q, kv] & (q >= kv)) is None
+    assert found(lambda b, h, q, kv: dense[0, 0, q, kv]) is None

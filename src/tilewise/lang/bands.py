@@ -58,7 +58,7 @@ def band_of(call: BoundProgram) -> Band | None:
         elif op == "literal":
             number = literal_value(attr)
             values.append(_Sum(number=number) if type(number) is int else None)
-        elif operands and all([isinstance(x, _Sum) for x in operands]):
+        elif len(operands) in (1, 2) and all([isinstance(x, _Sum) for x in operands]):
             values.append(_of_sums(op, *operands))  # type: ignore[arg-type]  # they are
         elif len(operands) == 2:
             values.append(_of_two(op, *operands))
