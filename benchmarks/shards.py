@@ -53,12 +53,12 @@ class Times(NamedTuple):
     backward: float
 
 
-def mask_named(name: str, length: int) -> masks.Mask:
+def mask_named(name: str, length: int, device: str = "cpu") -> masks.Mask:
     if name == "causal":
         return masks.causal
     if name == "window 4096":
         return masks.causal & masks.sliding_window(4096)
-    return masks.causal & masks.document(lengths=documents(length))
+    return masks.causal & masks.document(masks.ids_of_lengths(documents(length)).to(device))
 
 
 def documents(length: int) -> list[int]:
@@ -208,7 +208,8 @@ class Bench:
             most = max(chosen, key=lambda rank: float(layout.loads[rank]))
             progress(f"{name}, {ranks} ranks, torch flex, rank {most}")
             try:
-                by_flex = timed(flex_passes(self.part(mask, most, ranks, layout, 1), mask, self.device))
+                there = mask_named(name, ranks * self.options.tokens, self.device)  # torch's flex loads from tensors on the GPU
+                by_flex = timed(flex_passes(self.part(mask, most, ranks, layout, 1), there, self.device))
             except Exception as error:  # the others go on
                 progress(f"torch flex: {type(error).__name__}: {str(error).splitlines()[0]}")
                 return

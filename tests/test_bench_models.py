@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tilewise as tw
 from tilewise.integrations import diffusers, transformers
 from tilewise.tools import bench_model
 from tilewise.tools.bench_models import measure, processes, rows
@@ -60,6 +61,33 @@ def test_implementations_agree_and_take_turns(job: Job, clients: None) -> None:
     assert [event["implementation"] for event in of(events, "time")] == [*job.implementations, *reversed(job.implementations)]
     assert all(event["off"] < 1e-5 and event["beside"] == job.implementations[0] for event in of(events, "first"))
     assert all(event["ms"] > 0 for event in of(events, "time")) and events[-1] == {"event": "done", "row": job.row, "mode": job.mode}
+
+
+SMALL_TALK = {"hunyuanvideo": ["context_embedder.token_refiner.refiner_blocks.0.attn"]}  # what SDPA may keep: a few tokens of text
+
+
+@pytest.mark.parametrize("name", [name for name, row in rows.ROWS.items() if not row.needs_gpu and not row.compiles and not name.startswith("generate-")])
+def test_the_layers_of_every_model_reach_tilewise(name: str, clients: None) -> None:
+    """A row whose model passes by would measure torch's SDPA under our name."""
+    row = rows.find(name)
+    rows.register(row.client)
+    workload = row.build(CPU)
+    with rows.attending(row, workload.model, "tilewise"), tw.watch(workload.model) as seen, torch.no_grad():
+        workload.forward(0)
+    assert [layer.name for layer in seen.bypassing] == SMALL_TALK.get(name, []) and sum(seen.engines.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "native"])
+def test_kernels_of_sdpa_are_asked_for_where_a_model_calls_it_by_itself(name: str, clients: None) -> None:
+    """On a CPU there are none of them, and SDPA's plain way is what is left."""
+    row = rows.find("sd3")
+    rows.register(row.client)
+    workload, before = row.build(CPU), torch.backends.cuda.mem_efficient_sdp_enabled()
+    with rows.attending(row, workload.model, name), torch.no_grad():
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (name != "flash") and torch.backends.cuda.flash_sdp_enabled() == (name != "cudnn")
+        if name == "native":
+            workload.forward(0)
+    assert torch.backends.cuda.mem_efficient_sdp_enabled() == before
 
 
 def test_a_step_is_compared_by_its_gradients_too(clients: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ print(Counts.built, Counts.loaded)
         ({"mask": masks.causal}, "cuda_fwd"),
         ({"mask": masks.causal & masks.sliding_window(100)}, "cuda_fwd"),
         ({"mask": masks.causal, "score": scores.alibi(4)}, "hopper_fwd"),
-        ({"mask": masks.document(torch.arange(512) // 100)}, "hopper_fwd"),
+        ({"mask": masks.document(torch.arange(512) // 100)}, "cuda_fwd"),
         ({"mask": masks.causal, "score": scores.alibi(4), "dropout_p": 0.1, "seed": 1}, "cuda_fwd"),
     ],
 )

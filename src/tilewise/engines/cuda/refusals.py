@@ -23,12 +23,9 @@ def refuse_problem(p: Problem) -> str | None:
 
 
 def faster_elsewhere(p: Problem) -> str | None:
-    """Why the Gluon engine should serve a problem. Measured on an H200: ALiBi 610 TFLOP/s there and 569 here; a whole model with packed documents is 3 %
-    faster there (docs/kernels/hopper.md)."""
+    """Why the Gluon engine should serve a problem. Measured on an H200: ALiBi 591 TFLOP/s there and 569 here (docs/kernels/hopper.md)."""
     if p.score is not None and is_plain_arithmetic(p.score.program) and inner_score(p) is not None:  # a scale costs nothing
         return "a score of plain arithmetic, as ALiBi, is computed faster by 'gluon'"
-    if p.mask is not None and p.mask.captures:
-        return "models whose mask loads from tensors, as documents and padding do, were not faster with it than with 'gluon'"
     return None
 
 

@@ -2,9 +2,11 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.errors import InputError
 from tilewise.tools.bench_models import diffusion, language
@@ -26,6 +28,7 @@ IMPLEMENTATIONS = {
     "flex": "torch's FlexAttention, as the client calls it: transformers compiles it, diffusers does not",
 }
 GPU_ONLY = {"cudnn", "flash", "fa3"}
+SDPA_KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Row:
     build: Callable[[Scale], Workload]
     needs_gpu: bool = False
     compiles: bool = False  # the model itself, by torch.compile: on a CPU that takes longer than all the other rows, so only when named
+    calls_sdpa: bool = False  # by itself, past its client's choice of attention
     host_layers: int = 0  # more than 0 if what counts is the host's time: of how many layers
 
 
@@ -56,10 +60,10 @@ def _language(name: str, about: str, build: Callable[[Scale], Workload], first: 
     return Row(name, about, "transformers", (first, *others), modes, build, **more)
 
 
-def _diffusion(name: str, about: str, build: Callable[[Scale], Workload], masked: bool = False) -> Row:
-    """Neither flash nor fa3 takes a mask."""
-    others = ("cudnn", "tilewise", "flex") if masked else ("cudnn", "flash", "tilewise", "fa3", "flex")
-    return Row(name, about, "diffusers", ("native", *others), (STEP, INFERENCE), build)
+def _diffusion(name: str, about: str, build: Callable[[Scale], Workload], masked: bool = False, calls_sdpa: bool = False) -> Row:
+    """Neither flash nor fa3 takes a mask. A model that calls SDPA by itself reaches neither fa3 nor flex."""
+    others = ("cudnn", "tilewise", "flex") if masked else ("cudnn", "flash", "tilewise", *(() if calls_sdpa else ("fa3", "flex")))
+    return Row(name, about, "diffusers", ("native", *others), (STEP, INFERENCE), build, calls_sdpa=calls_sdpa)
 
 
 def _generating(name: str, about: str, build: Callable[[Scale], Workload], **more: Any) -> Row:
@@ -87,7 +91,7 @@ ROWS = {
             "generate-compiled", "the same, left-padded, static cache, compiled", language.generate_compiled, modes=(INFERENCE,), needs_gpu=True, compiles=True
         ),
         _diffusion("flux", "Flux-like, 1024 px", diffusion.flux),
-        _diffusion("sd3", "SD3-like, 2 x 1024 px", diffusion.sd3),
+        _diffusion("sd3", "SD3-like, 2 x 1024 px", diffusion.sd3, calls_sdpa=True),
         _diffusion("qwenimage", "QwenImage-like, 2 x 1024 px, padded text", diffusion.qwenimage, masked=True),
         _diffusion("wan", "Wan 1.3B-like, 32,760 tokens", diffusion.wan),
         _diffusion("hunyuanvideo", "HunyuanVideo-like, 2 x 14,040 tokens, padded text", diffusion.hunyuanvideo, masked=True),
@@ -158,5 +162,16 @@ def attending(row: Row, model: Any, implementation: str) -> Iterator[None]:
     else:
         from diffusers import attention_backend
 
-        with attention_backend(DIFFUSERS[implementation]):
+        with attention_backend(DIFFUSERS[implementation]), _sdpa_served(model, implementation) if row.calls_sdpa else nullcontext():
             yield
+
+
+def _sdpa_served(model: Any, implementation: str) -> AbstractContextManager[Any]:
+    """The same where the model calls SDPA by itself. What a kernel cannot take is left to the others."""
+    if implementation == "tilewise":
+        from tilewise.integrations import route
+
+        return route(model)
+    if implementation not in SDPA_KERNELS:
+        return nullcontext()
+    return sdpa_kernel([SDPA_KERNELS[implementation], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)
