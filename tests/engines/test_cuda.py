@@ -64,11 +64,11 @@ def test_refusals_name_what_was_given(asked: dict[str, object], reason: str | No
 
 @pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON))
 def test_a_kernel_that_does_not_compile_is_gluons_unless_the_engine_was_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    recorded = record(monkeypatch)
-    load = kernel_cache.load
+    recorded, load, tried = record(monkeypatch), kernel_cache.load, []
 
     def fails(key: Any, request: KernelRequest, table: Any, device: int) -> Any:
         if request.kernel == "cuda_fwd":
+            tried.append(request)
             raise nvrtc.CompileError("NVRTC could not compile forward.cu: out of luck")
         return load(key, request, table, device)
 
@@ -82,6 +82,7 @@ def test_a_kernel_that_does_not_compile_is_gluons_unless_the_engine_was_named(mo
         recorded.clear()
         tw.attention(*inputs, mask=masks.causal, backend="auto")
         assert [r.kernel for r in recorded if r.kernel.endswith("_fwd")] == ["hopper_fwd"]
+    assert len(tried) == 1
     assert [r.getMessage() for r in caplog.records] == ["NVRTC could not compile forward.cu: out of luck; calls like this one are served by 'gluon'"]
     with pytest.raises(nvrtc.CompileError, match="out of luck"):
         tw.attention(*inputs, mask=masks.causal, backend="cuda")

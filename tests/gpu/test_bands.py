@@ -41,6 +41,12 @@ def test_bands(dim: int, lengths: tuple[int, int]) -> None:
         check(case(dim, lengths, limits), "cuda", "cuda", torch.bfloat16)
 
 
+@pytest.mark.parametrize("limits", BANDS[:4], ids=str)
+def test_more_query_tiles_than_programs(limits: tuple[int, int]) -> None:
+    """Programs take several, and heads are mixed in groups."""
+    check(case(128, (1024, 1024), limits, batch=3, heads=32, kv_heads=16), "cuda", "cuda", torch.bfloat16)
+
+
 def test_other_limits_are_other_numbers_of_one_kernel() -> None:
     def step(low: int, high: int, length: int) -> None:
         q, k, v = inputs(64, (length, length), torch.bfloat16)

@@ -1,5 +1,6 @@
 """Which masks are bands, and which band."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,12 @@ from tilewise.lang import Band, band_of, evaluate, trace_mask
 from tilewise.lang.bands import FAR
 
 Term = Callable[[Any, Any], Any]
+
+
+def doubled(x: Any, times: int) -> Any:
+    for _ in range(times):
+        x = x + x
+    return x
 
 
 def found(mask: Any) -> Band | None:
@@ -57,6 +64,8 @@ def test_bands(mask: Any, band: Band) -> None:
         lambda b, h, q, kv: (q - kv).abs() >= 3,
         lambda b, h, q, kv: (q - kv).abs() <= kv,
         lambda b, h, q, kv: torch.tensor(3) >= q - kv,
+        lambda b, h, q, kv: kv <= q + sys.maxsize,  # wraps around
+        lambda b, h, q, kv: doubled(q, 63) - kv >= doubled(q, 63) - q,
     ],
 )
 def test_other_masks_are_none(mask: Any) -> None:
@@ -64,6 +73,7 @@ def test_other_masks_are_none(mask: Any) -> None:
 
 
 NUMBERS = st.integers(-20, 20)
+HUGE = st.sampled_from([n + d for n in (0, 2**31, 2**62, 2**63 - 40, -(2**31), -(2**62), -(2**63) + 40) for d in (-2, -1, 0, 1, 2)])
 TERMS: tuple[Callable[[int], Term], ...] = (
     lambda n: lambda q, kv: q >= kv + n,
     lambda n: lambda q, kv: kv - n > q,
@@ -75,8 +85,29 @@ TERMS: tuple[Callable[[int], Term], ...] = (
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(TERMS), NUMBERS), min_size=1, max_size=3))
-def test_a_band_is_what_its_mask_says(drawn: list[tuple[Callable[[int], Term], int]]) -> None:
+OTHER_TERMS: tuple[Callable[[int], Term], ...] = (
+    lambda n: lambda q, kv: q + n >= q,
+    lambda n: lambda q, kv: 2 * q + n >= kv + q,
+    lambda n: lambda q, kv: (q - kv).abs() + n > 4,
+    lambda n: lambda q, kv: ~(q >= kv + n),
+    lambda n: lambda q, kv: (q - n) % 8 >= kv % 8,
+)
+drawn_terms = lambda terms, numbers: st.lists(st.tuples(st.sampled_from(terms), numbers), min_size=1, max_size=3)
+
+
+@given(drawn_terms(TERMS, NUMBERS))
+def test_bands_are_found_and_are_what_their_masks_say(drawn: list[tuple[Callable[[int], Term], int]]) -> None:
+    assert agrees(drawn)
+
+
+@given(drawn_terms(TERMS + OTHER_TERMS, NUMBERS | HUGE))
+def test_whatever_is_taken_for_a_band_is_one(drawn: list[tuple[Callable[[int], Term], int]]) -> None:
+    """Numbers that wrap around, too."""
+    agrees(drawn)
+
+
+def agrees(drawn: list[tuple[Callable[[int], Term], int]]) -> bool:
+    """Whether a band was found; an error if it is another."""
     terms = [make(n) for make, n in drawn]
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -87,11 +118,13 @@ def test_a_band_is_what_its_mask_says(drawn: list[tuple[Callable[[int], Term], i
 
     call = trace_mask(mask)
     band = band_of(call)
-    assert band is not None
+    if band is None:
+        return False
     q, kv = torch.arange(30)[:, None], torch.arange(34)[None, :]
     wanted = evaluate(call, {"q": q, "kv": kv})
     for low, high in (band, band.clamped):
         assert torch.equal((low <= kv - q) & (kv - q <= high), torch.as_tensor(wanted).expand(30, 34))
+    return True
 
 
 def test_loads_by_many_indices_are_no_sums() -> None:

@@ -1,7 +1,7 @@
 """Masks that are a band along the diagonal: causal ones, windows, both shifted by any number.
 
-A kernel that knows the band finds its key tiles by arithmetic, and compares indices where the band's edge cuts a tile: it needs neither a tile map nor
-mask bits.
+A kernel that knows the band finds its key tiles by arithmetic, and compares indices where the band's edge cuts a tile: it reads neither a tile schedule
+nor mask bits.
 """
 
 from typing import NamedTuple
@@ -10,6 +10,8 @@ from tilewise.lang.program import BoundProgram, literal_value
 
 FAR = 2**29  # stands for no limit, where sequences are shorter than LONGEST
 LONGEST = 2**28
+# Sums that stay within these do not wrap around in int64, whatever the indices below LONGEST; of others nothing is known.
+MOST_INDICES, LARGEST_NUMBER = 2**16, 2**62
 
 
 class Band(NamedTuple):
@@ -39,6 +41,10 @@ class _Sum(NamedTuple):
     def plus(self, other: "_Sum", sign: int = 1) -> "_Sum":
         return _Sum(*[a + sign * b for a, b in zip(self, other, strict=True)])
 
+    @property
+    def is_exact(self) -> bool:
+        return max(abs(self.q), abs(self.kv)) <= MOST_INDICES and abs(self.number) <= LARGEST_NUMBER
+
 
 class _Size(NamedTuple):
     """The size of a sum, without its sign."""
@@ -64,6 +70,9 @@ def band_of(call: BoundProgram) -> Band | None:
             values.append(_of_two(op, *operands))
         else:
             values.append(None)
+        made = values[-1]
+        if isinstance(made, _Sum) and not made.is_exact:
+            values[-1] = None
     found = values[call.program.results[0]]
     return found if isinstance(found, Band) else None
 

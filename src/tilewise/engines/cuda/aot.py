@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tilewise.core.problem import Problem
-from tilewise.engines.cuda.config import ForwardConfig, forward_forms
+from tilewise.engines.cuda.config import ForwardConfig, band_for, forward_forms
 from tilewise.engines.cuda.launches import fwd_launch_with, schedule_of
 from tilewise.engines.gluon import aot as gluon
 from tilewise.engines.gpu.aot import Candidates
@@ -19,4 +19,5 @@ def forward_launches(p: Problem) -> list[Candidates]:
     def launch(config: ForwardConfig) -> list[Launch]:
         return [fwd_launch_with(p, output, counter, schedule, config)]
 
-    return [*[partial(launch, config) for config in forward_forms(p, schedule.mapped)], *gluon.launches_around_forward(p)]
+    forms = [partial(launch, config) for config in forward_forms(p, schedule.mapped)]
+    return [*forms, gluon.fwd_fixup(p), *(gluon.fwd_mask_bits(p) if band_for(p) is None else [])]

@@ -95,10 +95,10 @@ def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
     banded = band_for(p) is not None
 
     def form(block_n: int, k_stages: int, v_stages: int, cluster: int) -> ForwardConfig:
-        rest = (mapped and not banded, banded, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout, p.partial)
+        rest = (mapped, banded, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout, p.partial)
         return ForwardConfig(*dims, block_n, theirs.warpgroups, k_stages, v_stages, cluster, *rest)
 
-    most = theirs.block_n if mapped and not banded else MOST_KEYS_OF_BAND if banded else 256
+    most = theirs.block_n if mapped else MOST_KEYS_OF_BAND if banded else 256
     block_n = theirs.block_n if theirs.warpgroups == 3 else next(n for n in range(most, 0, -16) if form(n, 2, 2, 1).fits)
     if mapped or banded or theirs.warpgroups == 3:
         return [next(c for c in (form(block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits)]

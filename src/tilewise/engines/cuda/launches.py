@@ -67,9 +67,8 @@ def schedule_of(p: Problem) -> HopperSchedule:
 
 
 def band_density(p: Problem, band: Band) -> float:
-    """About which share of the keys a query sees."""
-    below, above = min(p.kv_len, max(0, -band.low)), min(p.kv_len, max(0, band.high))
-    return min(1.0, (below + above + 1) / p.kv_len) / (2.0 if max(below, above) == p.kv_len else 1.0)
+    """The share of the keys that a query sees, at most."""
+    return min(1.0, max(0, band.high - band.low + 1) / p.kv_len)
 
 
 def fwd_launch(p: Problem, output: Output, counter: Tensor) -> Launch:

@@ -12,15 +12,20 @@ from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.plan import FORWARD, GpuPlan
 from tilewise.engines.triton import run as triton_run
 
+KIND = "cuda"
+
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
     if not serves_forward(p):
         return triton_run.forward(p, plan)
+    if KIND in plan.given_up:
+        return gluon_run.forward(p, plan)
     try:
-        ready = plan.prepared(FORWARD, p, "cuda", lambda: Forward(p, fwd_launch))
-    except CompileError as error:  # found, but of no use for this kernel: the Gluon engine's has the same tile schedules
+        ready = plan.prepared(FORWARD, p, KIND, lambda: Forward(p, fwd_launch))
+    except CompileError as error:  # found, but of no use for this kernel: the Gluon engine's serves the same problems
         if plan.by_name:
             raise
+        plan.given_up.add(KIND)
         store.warn_once(f"{error}; calls like this one are served by 'gluon'")
         return gluon_run.forward(p, plan)
     return ready.run(p.query, p.key, p.value, p.sinks, seed_of(p))

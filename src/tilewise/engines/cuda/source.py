@@ -1,5 +1,6 @@
 """The text of a CUDA kernel: constants, the struct of its arguments and wrappers of wgmma, in front of the files in `kernels`."""
 
+import hashlib
 import json
 from dataclasses import asdict
 from functools import lru_cache
@@ -37,7 +38,7 @@ class CudaKernel(OwnCompiler):
         return "\n".join(parts)
 
     def compiled(self, request: KernelRequest) -> dict[str, bytes]:
-        binary, log = nvrtc.compiled(self.text(request), f"{self._entry}.cu")
+        binary, log = _compiled(self.text(request), f"{self._entry}.cu")
         config: ForwardConfig = dict(request.constants)["C"]
         types = arguments(request)[1]
         size = places_of(types)[1]
@@ -51,6 +52,21 @@ class CudaKernel(OwnCompiler):
             "boxes": [(kind.sizes, SWIZZLE_128) for _, kind in request.signature if isinstance(kind, TmaBlock)],
         }
         return {"facts": json.dumps(facts).encode(), "cubin": binary, "log": log.encode()}
+
+
+_failed: dict[str, str] = {}  # by a text's digest, which covers all that NVRTC is given but its options, and those are constants: what it said
+
+
+def _compiled(text: str, name: str) -> tuple[bytes, str]:
+    """NVRTC's binary and words; what it did not compile once it is not given again."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if digest in _failed:
+        raise nvrtc.CompileError(_failed[digest])
+    try:
+        return nvrtc.compiled(text, name)
+    except nvrtc.CompileError as error:
+        _failed[digest] = str(error)
+        raise
 
 
 def constants(config: ForwardConfig) -> str:

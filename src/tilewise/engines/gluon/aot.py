@@ -17,12 +17,15 @@ from tilewise.engines.gpu.device_map import is_made_on_device, rows_ahead
 
 def forward_launches(p: Problem) -> list[Candidates]:
     counter = torch.empty(1, dtype=torch.int32, device=p.device)
-    return [lambda: [launches.fwd_launch(p, output_of(p), counter)], *launches_around_forward(p)]
+    return [lambda: [launches.fwd_launch(p, output_of(p), counter)], fwd_fixup(p), *fwd_mask_bits(p)]
 
 
-def launches_around_forward(p: Problem) -> list[Candidates]:
-    """What a forward needs besides its own kernel: mask bits before it, the fix-up behind it."""
-    return [lambda: [launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output_of(p)))], *_mask_bits(p, query_axis(forward_config(p)))]
+def fwd_fixup(p: Problem) -> Candidates:
+    return lambda: [launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output_of(p)))]
+
+
+def fwd_mask_bits(p: Problem) -> list[Candidates]:
+    return _mask_bits(p, query_axis(forward_config(p)))
 
 
 def backward_launches(p: Problem) -> list[Candidates]:

@@ -49,6 +49,7 @@ class GpuPlan(Plan):
     def __init__(self, problem: Problem) -> None:
         self._passes: dict[Hashable, tuple[Any, Any]] = {}
         self._replays = problem.sinks is None and problem.dropout_p == 0  # query, key and value are all that varies
+        self.given_up: set[str] = set()  # kinds of passes whose kernels did not compile: they would not the next time
         self._made_on_device: bool | None = None  # found out when a pass is first wanted: while torch.compile traces, sizes are symbols
 
     def prepared(self, name: Hashable, problem: Problem, kind: str, make: Callable[[], MaybePass]) -> MaybePass:

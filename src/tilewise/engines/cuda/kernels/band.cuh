@@ -4,7 +4,7 @@
 //                       \ . . . \
 //   key tiles        | lower | full | upper |    the band's edges cut those at both ends, which are masked
 //
-// Masked tiles come first, those of the upper end before all: in a causal mask every row has a key there, its own.
+// Masked tiles come first, those of the upper end before all: a causal mask's rows have their own key there, and most of them in the first tile.
 
 struct BandTiles {
     int first, last;                                            // key tiles of which some row sees a key; last < first: there are none

@@ -64,7 +64,7 @@ struct Item {                                                   // a query tile
 DEV int item_count(const Args& a) { return a.n_bh * ((a.n_tiles + CLUSTER - 1) / CLUSTER); }
 
 #if MASKED
-// Items are ordered by group of heads, then by length of the row, then by head.
+// Items are ordered by group of heads, then by length of the row (bands: the last row first), then by head.
 DEV Item find_item(const Args& a, int t) {
     Item x;
     int first = t / (a.n_tiles * a.n_group) * a.n_group, in_group = t - first * a.n_tiles, heads = min(a.n_group, a.n_bh - first);
