@@ -143,6 +143,35 @@ def _second_derivative(is_odd: bool, plan: twd.Plan) -> None:
     torch.autograd.grad(twd.attention(*inputs, plan=plan).sum(), inputs, create_graph=is_odd)
 
 
+def _no_tensor_together(is_odd: bool, plan: twd.Plan) -> None:
+    plan.unshard([1] if is_odd else torch.zeros(2, plan.local_length), 1)  # type: ignore[arg-type]  # on purpose
+
+
+def _no_tensor(is_odd: bool, plan: twd.Plan) -> None:
+    q, k, v = _inputs(plan)
+    _attend(plan, [q, "k" if is_odd else k, v])  # type: ignore[list-item]  # on purpose
+
+
+def _no_dropout(is_odd: bool, plan: twd.Plan) -> None:
+    _attend(plan, dropout_p="a" if is_odd else 0.0)
+
+
+def _no_dtype(is_odd: bool, plan: twd.Plan) -> None:
+    _plan(dtype="bf16" if is_odd else None)
+
+
+def _no_machine(is_odd: bool, plan: twd.Plan) -> None:
+    _plan(machine=3 if is_odd else None)
+
+
+def _no_sizes(is_odd: bool, plan: twd.Plan) -> None:
+    _plan(shard_sizes="ab" if is_odd else [100, 100, 100])
+
+
+def _no_layers(is_odd: bool, plan: twd.Plan) -> None:
+    _plan({"a": (masks.causal,) if is_odd else masks.causal})
+
+
 def _other_tokens_together(is_odd: bool, plan: twd.Plan) -> None:
     plan.unshard(torch.zeros(2, plan.local_length - is_odd), 1)
 
@@ -212,15 +241,22 @@ def _fine() -> Iterator[None]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[bool, twd.Plan], None]]] = {
-    "other mask": ("mask mask differs: ranks 0, 2 .*, rank 1 ", _other_mask),
-    "other window": (r"mask mask differs: ranks 0, 2 .*\[6.*, rank 1 .*\[5", _other_window),
-    "other documents": ("mask mask differs: ranks 0, 2 ", _other_documents),
+    "other mask": ("same thing. mask mask differs: ranks 0, 2 full, rank 1 causal$", _other_mask),
+    "other window": (r"same thing. mask mask differs: ranks 0, 2 sliding_window\(6\), rank 1 sliding_window\(5\)$", _other_window),
+    "other documents": ("same thing. details of mask mask differs: ranks 0, 2 ", _other_documents),
+    "no tensor together": ("rank 1: InputError: a tensor is needed, got list; ranks 0, 2: no error", _no_tensor_together),
+    "no tensor": ("rank 1: InputError: query, key and value must be torch tensors, got Tensor, str, Tensor; ranks 0, 2: no error", _no_tensor),
+    "no dropout": ("rank 1: InputError: dropout_p must be a number .*, got 'a'; ranks 0, 2: no error", _no_dropout),
+    "no dtype": ("rank 1: InputError: dtype must be one of torch's, such as torch.bfloat16, got 'bf16'; ranks 0, 2: no error", _no_dtype),
+    "no machine": ("rank 1: InputError: machine must be a tilewise.distributed.Machine, got 3; ranks 0, 2: no error", _no_machine),
+    "no sizes": ("rank 1: InputError: shard_sizes must be 3 whole numbers, none of them negative, that sum to 300, got 'ab'; ranks 0, 2: no error", _no_sizes),
+    "no layers": (r"rank 1: InputError: mask 'a' must be a mask, or a pair of a mask and its number of layers, got \(Mask\(causal\),\); ranks", _no_layers),
     "other version": ("tilewise differs: ranks 0, 2 .*, rank 1 0.0.1", _other_version),
     "broken mask": ("rank 1: .*this mask is broken.*; ranks 0, 2: no error", _mask_that_fails),
     "bad shapes": (r"rank 1: InputError: key has .* the plan is for .*; ranks 0, 2: no error", _bad_shapes),
     "other batch": ("batch size differs: ranks 0, 2 1, rank 1 2", _other_batch),
     "other dtype": ("dtype differs: ranks 0, 2 torch.float32, rank 1 torch.float64", _other_dtype),
-    "other score": ("score differs: ranks 0, 2 ", _other_score),
+    "other score": (r"same thing. score differs: ranks 0, 2 softcap\(20.0\), rank 1 softcap\(10.0\)$", _other_score),
     "no score": ("score differs: ranks 0, 2 .*, rank 1 none", _no_score),
     "frozen inputs": ("want a gradient differs: ranks 0, 2 .*, rank 1 ", _frozen),
     "other call": ("call differs: ranks 0, 2 attention under plan 1, mask mask, rank 1 plan;", _other_call),

@@ -1,5 +1,6 @@
 """What every process of a spawned test does (spawned.py); an assertion that fails on one rank ends the test."""
 
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -236,6 +237,19 @@ def check_uses() -> None:
         plan.unshard(q, 2)
     with pytest.raises(InputError, match="the plan is for 700"):
         plan.shard(q[:, :, 1:], 2)
+    with pytest.raises(InputError, match=r"dimension 7 of a tensor of 4 dimensions, .* does not exist"):
+        plan.shard(q, 7)
+    with pytest.raises(InputError, match="a tensor is needed, got list"):
+        plan.shard([1, 2], 0)  # type: ignore[arg-type]  # on purpose
+    for other in (None, masks.causal):
+        with pytest.raises(InputError, match=r"plan must be what tilewise.distributed.plan returns"):
+            twd.attention(*shards, plan=other)  # type: ignore[call-overload]  # on purpose
+    few = [t[:, :, 1:] for t in shards]
+    with twd.context(plan["window"]), pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(sys.modules["tilewise.distributed.context"], "warn_once", said.append)
+        torch.testing.assert_close(tw.attention(*few, enable_gqa=True), tw.attention(*few, enable_gqa=True, backend="math"))
+        assert all("on this rank alone" in text for text in said) and len(said) == 2
     assert "full" in str(plan) and "modelled" in str(plan) and "700 tokens" in repr(plan)
     with tempfile.TemporaryDirectory() as folder:
         assert plan.picture(f"{folder}/plan.png").read_bytes().startswith(b"\x89PNG")

@@ -487,7 +487,8 @@ def _truth(value: Any, name: str) -> bool:
         raise InputError(f"{name} must be True or False, got {type(value).__name__} {value!r}") from None
 
 
-def check_dropout(p: float) -> float:
+def check_dropout(p: Any) -> float:
+    p = p if isinstance(p, (float, int)) else _number(p, "dropout_p")
     if not 0.0 <= p <= 1.0:
         raise InputError(f"dropout_p must be from 0 to 1, got {p}")
     return 0.0 if p == 0 else float(p)

@@ -19,6 +19,9 @@ from tilewise.errors import InputError
 Groups = Sequence[dist.ProcessGroup]
 
 
+DETAILS = "details of "  # begins the name of a fact that only says more of another: told where that one is alike
+
+
 class DisagreementError(InputError):
     """What went wrong on some ranks, or differs between them; every rank of the group raises it with the same text."""
 
@@ -54,6 +57,7 @@ def _comparison(told: list[dict[str, object]]) -> str:
         return "; ".join([*texts, *([f"{_ranks(fine)}: no error"] if fine else [])])
     facts: list[dict[str, str]] = [each["facts"] for each in told]  # type: ignore[misc]  # as settle wrote them
     differing = [name for name in dict.fromkeys(n for f in facts for n in f) if len({f.get(name) for f in facts}) > 1]
+    differing = [name for name in differing if name.removeprefix(DETAILS) == name or name.removeprefix(DETAILS) not in differing]
     parts = []
     for name in differing:
         values = _alike([(rank, str(f.get(name, "missing"))) for rank, f in enumerate(facts)])

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tilewise.core.folders import warn_once
 from tilewise.core.problem import LAYOUTS, Options
 from tilewise.distributed.plan import MaskPlan, Plan
 from tilewise.distributed.run import attend
@@ -16,7 +17,8 @@ from tilewise.frontend.shared_sequence import scopes
 @contextmanager
 def context(plan: Plan | MaskPlan) -> Iterator[None]:
     """Inside the block, calls of tilewise.attention whose queries and keys are this rank's tokens attend to the whole sequence, with the plan's mask; so do
-    those of tilewise's flex_attention and scaled_dot_product_attention.
+    those of tilewise's flex_attention and scaled_dot_product_attention. Torch's own scaled_dot_product_attention does not, unless
+    tilewise.intercept_sdpa() or integrations.route(model) brings its calls here.
 
     The mask of such a call must be None, or the one the plan was made of: one made of local tokens would mean something else. Of a plan with several masks,
     transformers' layers take the one named like their type ("full_attention", "sliding_attention"). Where activations are checkpointed, the backward
@@ -38,7 +40,14 @@ class _Scope:
 
     def holds(self, query: Tensor, key: Tensor, layout: str, heads: int | None) -> bool:
         at = 1 if heads is not None else LAYOUTS[layout][2] if layout in LAYOUTS else 2
-        return query.dim() > at < key.dim() and query.shape[at] == key.shape[at] == self.local_length
+        if not query.dim() > at < key.dim() or query.shape[at] != key.shape[at]:
+            return False
+        if query.shape[at] != self.local_length:
+            warn_once(
+                f"inside tilewise.distributed.context, {query.shape[at]} tokens attend to one another on this rank alone, because the plan gives it "
+                f"{self.local_length}. That is right for a text encoder, say; tokens of the shared sequence must be those of plan.shard"
+            )
+        return bool(query.shape[at] == self.local_length)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, options: Options, layout: str, heads: int | None, backend: str | None, lse: bool

@@ -1,5 +1,6 @@
 """The plan: who holds which tokens of a sequence, what travels, and what each rank computes. Made once for a mask's layout, by all ranks together."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,14 +16,14 @@ from tilewise._version import __version__
 from tilewise.core.map_cache import contents_key
 from tilewise.core.places import Places
 from tilewise.core.problem import check_sizes, in_memory
-from tilewise.distributed.agree import checksum, device_of, settle
+from tilewise.distributed.agree import DETAILS, checksum, device_of, settle
 from tilewise.distributed.assign import TILE, Work, one_thread, work_of, work_of_all
 from tilewise.distributed.exchange import HeadExchange, KeyExchange, gather_rows, key_exchange, start_of
 from tilewise.distributed.strategy import Layout, Order, Strategy, choose
 from tilewise.distributed.team import Members, Team, members_of, team_of
 from tilewise.distributed.traffic import Machine, Shape
 from tilewise.errors import InputError, UnsupportedError
-from tilewise.lang import BoundProgram, gathered, shifted
+from tilewise.lang import BoundProgram, gathered, name_of, shifted
 from tilewise.tiles import Extent, Geometry, TileMap, from_call, read_mask
 
 Masks = Any  # one mask, or {name: mask} or {name: (mask, layers)}
@@ -134,8 +135,7 @@ class Plan:
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a tensor of the whole sequence."""
-        if tensor.shape[dim] != self.length:
-            raise InputError(f"dimension {dim} of shape {tuple(tensor.shape)} has {tensor.shape[dim]} tokens; the plan is for {self.length}")
+        _check_tokens(tensor, dim, self.length, "the plan is for")
         return tensor.index_select(dim, self.positions.to(tensor.device))
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
@@ -271,6 +271,8 @@ class _Draft:
             raise InputError(f"heads must be a multiple of kv_heads, got {sizes.heads} and {sizes.kv_heads}")
         self.members, self.length, self.sizes = members, length, sizes
         self.device = torch.device(device) if device is not None else _device_of(members)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise InputError(f"dtype must be one of torch's, such as torch.bfloat16, got {dtype!r}")
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
         named = _named(mask)
         self.given = {name: given for name, (given, _) in named.items()}
@@ -279,7 +281,8 @@ class _Draft:
         self.maps = tuple([self._map(call, name) for name, ((call, _), _) in self.readings.items()])
         self.facts: dict[str, Any] = {"length": length, "sizes": sizes, "dtype": dtype, "masks": list(self.readings)}
         for name, ((call, bias), layers) in self.readings.items():
-            self.facts[f"mask {name}"] = f"{_text(call)}{'' if bias is None else ' + ' + checksum(bias)} in {layers} layers"
+            self.facts[f"mask {name}"] = shown(self.given[name]) if layers == 1 else f"{shown(self.given[name])} in {layers} layers"
+            self.facts[f"{DETAILS}mask {name}"] = f"{_text(call)}{'' if bias is None else ' + ' + checksum(bias)}"
 
     def _read(self, name: str, mask: Any) -> tuple[BoundProgram | None, Tensor | None]:
         s = self.sizes
@@ -304,8 +307,10 @@ class _Draft:
         s, m = self.sizes, self.members
         if m.head_groups is not None and head_groups not in (None, m.head_groups):
             raise InputError(f"head_groups={head_groups}, but the mesh has {m.head_groups} ranks in its last dimension")
-        if shard_sizes is not None and (len(shard_sizes) != m.ranks or sum(shard_sizes) != self.length):
-            raise InputError(f"shard_sizes must be {m.ranks} numbers that sum to {self.length}, got {list(shard_sizes)}")
+        if shard_sizes is not None and not _sums_to(shard_sizes, m.ranks, self.length):
+            raise InputError(f"shard_sizes must be {m.ranks} whole numbers, none of them negative, that sum to {self.length}, got {shard_sizes!r}")
+        if machine is not None and not isinstance(machine, Machine):
+            raise InputError(f"machine must be a tilewise.distributed.Machine, got {machine!r}")
         works = list(zip(_works(self.maps, self.length), [layers for _, layers in self.readings.values()], strict=True))
         shape = Shape(s.batch or 1, s.heads, s.kv_heads, s.head_dim, s.v_dim, self.dtype.itemsize)
         speeds = machine or Machine.of(self.device.type)
@@ -341,7 +346,19 @@ def _named(mask: Masks) -> dict[str, tuple[Any, int]]:
         return {"mask": (mask, 1)}
     if not mask:
         raise InputError("a plan needs at least one mask, got {}; None is full attention")
+    for name, given in mask.items():
+        if isinstance(given, tuple) and not (len(given) == 2 and isinstance(given[1], Integral) and int(given[1]) >= 1):
+            raise InputError(f"mask {name!r} must be a mask, or a pair of a mask and its number of layers, got {given!r}")
     return {str(name): given if isinstance(given, tuple) else (given, 1) for name, given in mask.items()}
+
+
+def _sums_to(sizes: Any, ranks: int, length: int) -> bool:
+    """Whether these are a whole number for each rank that make up the sequence."""
+    try:
+        numbers = [operator.index(n) for n in sizes]
+    except TypeError:
+        return False
+    return len(numbers) == ranks and min(numbers) >= 0 and sum(numbers) == length
 
 
 def _batch_of(mask: Any) -> int:
@@ -354,6 +371,24 @@ def _device_of(members: Members) -> torch.device:
     if "cuda:" in config and "cuda:gloo" not in config and torch.cuda.is_available():  # gloo takes a few GPU tensors, and not these
         return torch.device("cuda", torch.cuda.current_device())
     return device_of(members.groups[0])
+
+
+def shown(given: Any) -> str:
+    """A mask or score as messages call it."""
+    if given is None:
+        return "none"
+    if isinstance(given, Tensor):
+        return f"a tensor of {given.dtype} {tuple(given.shape)}"
+    return str(getattr(given, "name", "") or name_of(given).strip("'"))
+
+
+def _check_tokens(tensor: Any, dim: int, tokens: int, whose: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"a tensor is needed, got {type(tensor).__name__}")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(f"dimension {dim} of a tensor of {tensor.dim()} dimensions, {tuple(tensor.shape)}, does not exist; which holds the tokens?")
+    if tensor.shape[dim] != tokens:
+        raise InputError(f"dimension {dim} of shape {tuple(tensor.shape)} has {tensor.shape[dim]} tokens; {whose} {tokens}")
 
 
 def _text(call: BoundProgram | None) -> str:
@@ -385,11 +420,11 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is not typed
 def _unsharded(tensor: Tensor, dim: int, plan: Plan) -> Tensor:
-    facts: dict[str, object] = {"call": f"unshard under plan {plan.number}", "dtype": tensor.dtype}
+    facts: dict[str, object] = {"call": f"unshard under plan {plan.number}"}
     error: Exception | None = None
     try:
-        if tensor.shape[dim] != plan.local_length:
-            raise InputError(f"dimension {dim} of shape {tuple(tensor.shape)} has {tensor.shape[dim]} tokens; this rank holds {plan.local_length}")
+        _check_tokens(tensor, dim, plan.local_length, "this rank holds")
+        facts["dtype"] = tensor.dtype
         facts["shape"] = [size if at != dim % tensor.dim() else "tokens" for at, size in enumerate(tensor.shape)]
     except Exception as found:  # whatever it is, the other ranks must hear of it
         error = found

@@ -32,8 +32,8 @@ from tilewise.core.problem import (
 )
 from tilewise.core.recording import unrecorded
 from tilewise.distributed import shard
-from tilewise.distributed.agree import settle
-from tilewise.distributed.plan import MaskPlan, Plan
+from tilewise.distributed.agree import DETAILS, settle
+from tilewise.distributed.plan import MaskPlan, Plan, shown
 from tilewise.distributed.wire import Wire
 from tilewise.engines import Engine
 from tilewise.errors import InputError, UnsupportedError
@@ -173,6 +173,8 @@ def attention(
     Returns:
         The output of the local tokens; with `return_lse`, the output and the lse.
     """
+    if not isinstance(plan, (Plan, MaskPlan)):
+        raise InputError(f"plan must be what tilewise.distributed.plan returns, or one of its masks, plan[name]; got {type(plan).__name__}")
     whole = plan if isinstance(plan, Plan) else plan.whole
     options = Options(scale, dropout_p, deterministic=deterministic, seed=seed)
     return attend(whole, lambda: plan.only if isinstance(plan, Plan) else plan, query, key, value, score, options, layout, heads, backend, return_lse, captures)
@@ -198,6 +200,8 @@ def attend(
     error: Exception | None = None
     drawn = 0
     try:
+        if not all([isinstance(t, Tensor) for t in (query, key, value)]):
+            raise InputError(f"query, key and value must be torch tensors, got {', '.join([type(t).__name__ for t in (query, key, value)])}")
         kv_heads = kv_heads_of(query, key, heads)
         qkv = to_bhsd(query, layout, heads, "query"), to_bhsd(key, layout, kv_heads, "key"), to_bhsd(value, layout, kv_heads, "value")
         with unrecorded():
@@ -247,7 +251,8 @@ def _checked(
         "call": f"attention under plan {whole.number}, mask {part.name}",
         "batch size": query.shape[0],
         "dtype": query.dtype,
-        "score": "none" if bare is None else f"{bare.program.text} {list(bare.ints)} {list(bare.floats)} {[(t.dtype, list(t.shape)) for t in captures]}",
+        "score": ", ".join([shown(s) for s in functions]) or "none",
+        f"{DETAILS}score": bare and f"{bare.program.text} {list(bare.ints)} {list(bare.floats)} {[(t.dtype, list(t.shape)) for t in captures]}",
         "sinks": sinks is not None,
         "scale": scale,
         "dropout_p": dropout_p,
