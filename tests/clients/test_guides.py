@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ GUIDES = [
     DOCS / "serving.md",
     DOCS / "troubleshooting.md",
     DOCS / "index.md",
+    DOCS / "masks.md",
+    DOCS / "scores.md",
+    DOCS / "choosing.md",
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -28,7 +32,9 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
-def test_guide(path: Path) -> None:
+def test_guide(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write a picture
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # it would stay
     names: dict[str, Any] = {}
     blocks = BLOCK.findall(path.read_text())
     for k, (language, code) in enumerate(blocks):
