@@ -32,7 +32,7 @@ MODELS = {  # rows of benchmarks/results/models.json: what the README calls them
     ("flux", "inference"): "Flux, 1024 px, forward",
     ("llama", "step"): "Llama, causal, 16k tokens, training",
 }
-BASELINES = {"sdpa": "torch SDPA", "native": "torch SDPA", "cudnn": "cuDNN", "flash": "torch's flash kernel", "flex": "torch FlexAttention", "fa3": "FA3"}
+BASELINES = {"sdpa": "torch SDPA", "native": "torch SDPA", "cudnn": "cuDNN", "flash": "FA2, by torch", "flex": "torch FlexAttention", "fa3": "FA3"}
 COLORS = {"tilewise": "#2f6fdb", "torch FlexAttention": "#d0843c"}
 OTHER = "#8c959f"
 SHARED_TILE, RANKS = 128, ("#2f6fdb", "#d0843c", "#3c9a5f", "#8250c4")
@@ -109,7 +109,7 @@ def drawn(title: str, about: str, groups: list[Group], one_scale: bool) -> str:
     """Horizontal bars, all on one scale or each group on its own."""
     height = TOP + sum(ROW * len(group.bars) + GAP for group in groups)
     overall = max(bar.value for group in groups for bar in group.bars)
-    width = LABELS + BARS + 170
+    width = LABELS + BARS + 160
     parts = _sheet(width, height, title, about)
     y = TOP
     for group in groups:
