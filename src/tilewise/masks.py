@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
-from tilewise.named import Covers, Named, covers, named
+from tilewise.named import Covers, Named, counted, covers, named
 from tilewise.sizes import equal
 
 __all__ = [
@@ -91,6 +91,7 @@ class Mask(Named):
         """The name as an operand: in parentheses if it contains another operator."""
         return f"({self.name})" if self._label in ("&", "|") and self._label != sign else self.name
 
+    @counted
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:  # torch's FlexAttention counts the parameters without a default
         return self.function(b, h, q, kv)
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.errors import InputError
+from tilewise.errors import InputError, TraceError
+from tilewise.lang.refusals import AS_MASK, AS_SCORE
 
 AXES = {"b": "batch elements", "h": "heads", "q": "queries", "kv": "keys"}
 P = ParamSpec("P")
@@ -99,6 +100,24 @@ def named(make: Callable[P, Kind]) -> Callable[P, Kind]:
         return found
 
     return made
+
+
+def counted(call: Callable[P, Any]) -> Callable[P, Any]:
+    """The __call__ of masks or scores; called with other arguments, because one was passed for the other, or called to get it, it tells what it is."""
+    names = call.__code__.co_varnames[1 : call.__code__.co_argcount]
+
+    @wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Any:
+        given = len(args) + len(kwargs) - 1
+        if given != len(names):
+            kind, other, argument = ("mask", "score", AS_MASK) if len(names) == 4 else ("score", "mask", AS_SCORE)
+            if given in (4, 5):
+                raise TraceError(f"{args[0]!r} is a {kind}, not a {other}: pass it as {argument}")
+            hint = "; it is given as it is, without a call" if given == 0 else ""
+            raise TraceError(f"{args[0]!r} is a {kind}, a function of ({', '.join(names)}), and was called with {given} arguments{hint}")
+        return call(*args, **kwargs)
+
+    return checked
 
 
 def _with_state(kind: type["Named"], state: dict[str, Any]) -> "Named":

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, name_of, trace_score
 from tilewise.masks import broadcast_load
-from tilewise.named import Covers, Named, covers, named
+from tilewise.named import Covers, Named, counted, covers, named
 
 __all__ = ["Score", "ScoreFunction", "Sinks", "alibi", "alibi_slopes", "as_score", "bias", "distance_decay", "relative_bias", "sinks", "softcap"]
 
@@ -41,6 +41,7 @@ class Score(Named):
         """What the score does, with its parameters: `softcap(30.0)`."""
         return f"{self._label}({', '.join(map(str, self._parameters))})" if self._parameters else self._label
 
+    @counted
     def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.function(score, b, h, q, kv)
 

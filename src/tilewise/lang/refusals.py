@@ -13,6 +13,8 @@ BRANCHING = (
     "`&`, `|`, `~` (with parentheses) instead of `and`, `or`, `not`, `(a <= x) & (x < b)` instead of `a <= x < b`, and "
     "torch.minimum/torch.maximum instead of min/max"
 )
+AS_MASK = "mask= (in flex_attention, block_mask=create_block_mask(...))"
+AS_SCORE = "score= (in flex_attention, score_mod=)"
 WRITING = "a mask or score function must not write to a tensor; return the new value instead"
 
 # How users write the operations that do not take every dtype, and what to do about it.
