@@ -360,11 +360,11 @@ def _mismatch(rule: str, query: Tensor, key: Tensor, value: Tensor) -> InputErro
 def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
     if heads == kv_heads:
         return
+    divides = kv_heads != 0 and heads % kv_heads == 0
     if not enable_gqa:
-        raise InputError(
-            f"Expect query and key/value to have the same number of heads but got Hq={heads} and Hkv={kv_heads}. Try setting enable_gqa=True for GQA."
-        )
-    if kv_heads == 0 or heads % kv_heads:
+        advice = "Try setting enable_gqa=True for GQA." if divides else "Even for GQA (enable_gqa=True) query heads must be a multiple of kv heads."
+        raise InputError(f"Expect query and key/value to have the same number of heads but got Hq={heads} and Hkv={kv_heads}. {advice}")
+    if not divides:
         raise InputError(f"Expect number of query heads to be a multiple of kv heads for GQA but got Hq={heads} and Hkv={kv_heads}.")
 
 
