@@ -8,6 +8,7 @@ copied model computes with its own parameters.
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from numbers import Integral
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -39,6 +40,21 @@ class Covers(NamedTuple):
 
 def covers(what: str, **sizes: int) -> tuple[Covers, ...]:
     return tuple([Covers(what, axis, size) for axis, size in sizes.items()])
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, as numbers of tokens are: Python's, numpy's, torch's symbols, or a tensor's of no dimensions. bool is none."""
+    if isinstance(value, (int, torch.SymInt)):
+        return not isinstance(value, bool)
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype != torch.bool and not value.is_floating_point() and not value.is_complex()
+    return isinstance(value, Integral)
+
+
+def check_whole(who: str, **given: Any) -> None:
+    for name, value in given.items():
+        if not is_whole(value):
+            raise InputError(f"{who} takes whole numbers, got {name}={value!r} ({type(value).__name__}); give an int")
 
 
 class Named:

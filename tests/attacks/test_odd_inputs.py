@@ -48,6 +48,30 @@ def test_scale_is_a_number(way: str, scale: Any) -> None:
         WAYS[way](X, X, X, scale=scale)
 
 
+# -- seed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [3.5, 3.0, "x", True, [3], np.float64(3), torch.tensor(3.0), torch.tensor([3, 4])], ids=str)
+@pytest.mark.parametrize("before", ["the first call", "a known call"])
+def test_a_seed_is_a_whole_number(seed: Any, before: str) -> None:
+    if before == "a known call":
+        tw.attention(X, X, X, dropout_p=0.5, seed=3)
+    with pytest.raises(tw.InputError, match="seed must be an int or a tensor with one int64, got"):
+        tw.attention(X, X, X, dropout_p=0.5, seed=seed)
+
+
+def test_a_seed_without_dropout_is_looked_at_too() -> None:
+    problem.seed_tensor(3, 0.0, X.device)
+    with pytest.raises(tw.InputError, match="seed must be an int"):
+        problem.seed_tensor("x", 0.0, X.device)
+
+
+def test_a_seed_may_be_numpys() -> None:
+    expected = tw.attention(X, X, X, dropout_p=0.5, seed=3)
+    for seed in (np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3])):
+        assert torch.equal(tw.attention(X, X, X, dropout_p=0.5, seed=seed), expected)
+
+
 # -- layouts ---------------------------------------------------------------------------------------------------------
 
 SPARSE = {"coo": X.to_sparse(), "hybrid": X.to_sparse(2), "mkldnn": X.to_mkldnn()}
