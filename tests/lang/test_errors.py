@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "list index": (lambda s, b, h, q, kv: s + [1, 2, 3][q], ["list", "tensor"]),
     "math.sqrt": (lambda s, b, h, q, kv: s + math.sqrt(q), ["math.*", "torch.*"]),
     "math.floor": (lambda s, b, h, q, kv: s + math.floor(s), ["math.*", "torch.*"]),
+    "np.sqrt": (lambda s, b, h, q, kv: s + np.sqrt(q), ["numpy's sqrt", "use torch.sqrt"]),
+    "np.maximum": (lambda s, b, h, q, kv: s + np.maximum(q, kv), ["numpy's maximum", "use torch.maximum"]),
+    "np.add.reduce": (lambda s, b, h, q, kv: s + np.add.reduce(q), ["numpy's add", "use torch.add"]),
+    "np.where": (lambda s, b, h, q, kv: np.where(q > kv, s, 0.0), ["numpy's where", "use torch.where"]),
+    "np.cbrt": (lambda s, b, h, q, kv: s + np.cbrt(q), ["numpy's cbrt", "use torch's functions"]),
+    "np.sqrt of a row": (lambda s, b, h, q, kv: s + np.sqrt(TABLE[h]).sum(), ["numpy's sqrt", "use torch.sqrt"]),
+    "an array": (lambda s, b, h, q, kv: s + np.ones(3) * q, ["ndarray", "numbers or tensors"]),
     ".item()": (lambda s, b, h, q, kv: s + q.item(), ["item()", "concrete"]),
     "iterating": (loops, ["iterated"]),
     "unpacking": (unpacks, ["iterated or unpacked"]),

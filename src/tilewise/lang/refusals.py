@@ -60,3 +60,8 @@ def refuse(message: str) -> TraceError:
 def undefined(op: str, dtypes: list[torch.dtype]) -> TraceError:
     """For an operation that does not take values of these dtypes."""
     return refuse(f"{WRITTEN.get(op, op)} of {' and '.join([str(d) for d in dtypes])} values{ADVICE.get(op, CONVERT)}")
+
+
+def of_numpy(name: str) -> TraceError:
+    """For one of numpy's functions."""
+    return refuse(f"numpy's {name} needs numbers, and cannot be traced; use torch{f'.{name}' if hasattr(torch, name) else chr(39) + 's functions'}")
