@@ -53,7 +53,7 @@ def is_whole(value: Any) -> bool:
 
 def check_whole(who: str, **given: Any) -> None:
     for name, value in given.items():
-        if not is_whole(value):
+        if type(value) is not int and not is_whole(value):
             raise InputError(f"{who} takes whole numbers, got {name}={value!r} ({type(value).__name__}); give an int")
 
 

@@ -11,6 +11,7 @@ import torch
 import tilewise as tw
 from tilewise import masks, scores
 from tilewise.core import problem
+from tilewise.distributed import run
 from tilewise.errors import TilewiseError
 from tilewise.flex import flex_attention
 from tilewise.frontend.dispatch import observers
@@ -64,6 +65,13 @@ def test_a_seed_without_dropout_is_looked_at_too() -> None:
     problem.seed_tensor(3, 0.0, X.device)
     with pytest.raises(tw.InputError, match="seed must be an int"):
         problem.seed_tensor("x", 0.0, X.device)
+
+
+@pytest.mark.parametrize("seed", [3.5, "x", True], ids=str)
+def test_a_seed_that_ranks_share_is_a_whole_number(seed: Any) -> None:
+    assert run._seed(np.int64(3)) == run._seed(torch.tensor(3)) == 3
+    with pytest.raises(tw.InputError, match="seed must be an int or a tensor with one int64, got"):
+        run._seed(seed)
 
 
 def test_a_seed_may_be_numpys() -> None:
