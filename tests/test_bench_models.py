@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import tilewise as tw
 from tilewise.integrations import diffusers, transformers
 from tilewise.tools import bench_model
+from tilewise.tools.bench_model import Measured
 from tilewise.tools.bench_models import measure, processes, rows
 from tilewise.tools.bench_models.processes import Findings, Result, Settings
 from tilewise.tools.bench_models.rows import INFERENCE, STEP, Job
@@ -242,6 +244,10 @@ def test_implementations_are_known_to_their_clients() -> None:
 
 MISTAKES = {
     "bench model nothing": (1, "there is no model 'nothing'; there are llama,"),
+    "bench model lama": (1, "did you mean 'llama'?"),
+    "bench model llama --impl flx": (1, "did you mean 'flex'?"),
+    "bench model llama --impl cudnn --device cpu": (1, "cudnn needs a GPU"),
+    "bench model llama --impl tilewise --impl fa3 --device cpu": (1, "fa3 needs a GPU and flash_attn_interface, which is not installed"),
     "bench model llama --impl slow": (1, "there is no implementation 'slow'; there are eager,"),
     "bench model llama --mode fast": (1, "llama has no mode 'fast'; it has step and inference"),
     "bench model generate-compiled --mode step": (1, "generate-compiled has no mode 'step'; it has inference"),
@@ -254,7 +260,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_told_in_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_told_in_one_line(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rows, "has_fa3", lambda: False)
     code, said = MISTAKES[line]
     assert command(line.split()) == code
     printed = capsys.readouterr().err
@@ -325,6 +332,16 @@ def test_a_column_without_numbers_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(processes, "measure", lambda *given: made)
     found = bench_model.measure(row, [job], Settings(True, "cpu"), lambda event: None)
     assert [str(c.header) for c in bench_model.table(found).columns] == ["", "implementation", "ms", "speedup", "first call, s", "difference"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "said"),
+    [({}, "cpu", True), ({"only": ["tilewise"]}, "cpu", False), ({"only": ["flex"]}, "cpu", False), ({"skip": ["flex"]}, "cpu", False), ({}, "cuda", False)],
+)
+def test_flex_is_not_left_out_in_silence(asked: dict[str, list[str]], device: str, said: bool) -> None:
+    found = Measured(rows.find("llama"), Settings(True, device), Findings({}), {})
+    assert any("--impl flex" in note for note in bench_model.notes(found, **asked)) == said
+    assert not any("--impl flex" in note for note in bench_model.notes(replace(found, row=rows.find("host-packed")), **asked))
 
 
 # -- benchmarks/models.py --------------------------------------------------------------------------------------------

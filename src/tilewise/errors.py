@@ -4,6 +4,8 @@ Each also derives from what torch raises in its situation, so that `except` clau
 flex_attention raises ValueError and scaled_dot_product_attention RuntimeError: an InputError is both.
 """
 
+from collections.abc import Iterable
+
 __all__ = ["BackendError", "IncompleteError", "InputError", "MisuseError", "TilewiseError", "TraceError", "UnsupportedError"]
 
 
@@ -33,3 +35,11 @@ class UnsupportedError(InputError, NotImplementedError):
 
 class BackendError(TilewiseError, RuntimeError):
     """The backend that was asked for cannot serve this problem."""
+
+
+def meant(name: object, names: Iterable[str]) -> str:
+    """The end of a message about a name that there is not: which one is most like it, if one is."""
+    from difflib import get_close_matches  # where somebody is wrong, and not before
+
+    found = get_close_matches(str(name), names, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""

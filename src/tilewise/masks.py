@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
-from tilewise.named import Covers, Named, covers, named
+from tilewise.memory import can_be_looked_at
+from tilewise.named import Covers, Named, check_whole, counted, covers, is_whole, named
 from tilewise.sizes import equal
 
 __all__ = [
@@ -91,6 +92,7 @@ class Mask(Named):
         """The name as an operand: in parentheses if it contains another operator."""
         return f"({self.name})" if self._label in ("&", "|") and self._label != sign else self.name
 
+    @counted
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:  # torch's FlexAttention counts the parameters without a default
         return self.function(b, h, q, kv)
 
@@ -216,6 +218,7 @@ full.made_by, causal.made_by = "full", "causal"
 @named
 def causal_lower_right(q_len: int, kv_len: int) -> Mask:
     """Causal with the last query aligned to the last key, as for a decoder that continues a cache."""
+    check_whole("causal_lower_right", q_len=q_len, kv_len=kv_len)
     offset = kv_len - q_len
     return Mask(lambda b, h, q, kv: q + offset >= kv, "causal_lower_right", q_len, kv_len, covers=covers("causal_lower_right", q=q_len, kv=kv_len))
 
@@ -224,6 +227,7 @@ def causal_lower_right(q_len: int, kv_len: int) -> Mask:
 def sliding_window(left: int, right: int | None = None) -> Mask:
     """Keys from `left` before the query to `right` after it; `right` is `left` unless given."""
     reach = left if right is None else right
+    check_whole("sliding_window", left=left, right=reach)
     if left < 0 or reach < 0:
         raise InputError(f"sliding_window takes non-negative reaches, got left={left}, right={right}")
     parameters = (left,) if right is None else (left, right)
@@ -233,6 +237,7 @@ def sliding_window(left: int, right: int | None = None) -> Mask:
 @named
 def dilated_window(reach: int, dilation: int) -> Mask:
     """Every `dilation`-th key within `reach` on either side of the query."""
+    check_whole("dilated_window", reach=reach, dilation=dilation)
     if reach < 0 or dilation < 1:
         raise InputError(f"dilated_window takes reach >= 0 and dilation >= 1, got {reach}, {dilation}")
 
@@ -249,6 +254,9 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
     if isinstance(prefix, Tensor):
         lengths = _integers(prefix, 1, "prefix_lm")
         return Mask(lambda b, h, q, kv: (kv < lengths[b]) | (q >= kv), "prefix_lm", "per batch", covers=covers("prefix_lm", b=lengths.shape[0]))
+    check_whole("prefix_lm", prefix=prefix)
+    if prefix < 0:
+        raise InputError(f"prefix_lm takes a prefix of at least 0, got {prefix}")
     return Mask(lambda b, h, q, kv: at_most(kv + 1, prefix) | (q >= kv), "prefix_lm", prefix)
 
 
@@ -296,6 +304,9 @@ def global_tokens(which: int | Tensor) -> Mask:
         if which.dtype != torch.bool or which.dim() != 1:
             raise InputError(f"global_tokens takes a number or a boolean (S,) tensor, got {which.dtype} of shape {tuple(which.shape)}")
         return Mask(lambda b, h, q, kv: which[q] | which[kv], "global_tokens", covers=covers("global_tokens", q=which.shape[0], kv=which.shape[0]))
+    check_whole("global_tokens", which=which)
+    if which < 0:
+        raise InputError(f"global_tokens takes a number of at least 0, got {which}")
     return Mask(lambda b, h, q, kv: at_most(q + 1, which) | at_most(kv + 1, which), "global_tokens", which)
 
 
@@ -334,6 +345,7 @@ def block_diffusion(length: int, block: int) -> Mask:
 
     A noised token sees its own noised block and the clean blocks before; a clean token sees clean blocks up to its own.
     """
+    check_whole("block_diffusion", length=length, block=block)
     if length < 1 or block < 1:
         raise InputError(f"block_diffusion takes a length and a block of at least 1, got {length}, {block}")
 
@@ -357,6 +369,7 @@ def tree(parents: Sequence[int] | Tensor, prefix: int = 0) -> Mask:
     if isinstance(parents, Tensor):
         return tree(parents.tolist(), prefix)
     count = len(parents)
+    check_whole("tree", prefix=prefix, **{f"parents[{node}]": parent for node, parent in enumerate(parents)})
     if prefix < 0:
         raise InputError(f"tree takes a prefix of at least 0, got {prefix}")
     ancestors = torch.eye(count, dtype=torch.bool)
@@ -429,7 +442,8 @@ def sliding_tile(shape: Sequence[int], window: Sequence[int], tile: Sequence[int
     Text tokens see everything and are seen by everyone.
     """
     sizes, windows = _grid(shape, window, "sliding_tile")
-    tiles = tuple(tile)
+    tiles = _numbers(tile, 1, "sliding_tile", "tile")
+    check_whole("sliding_tile", text=text)
     if len(tiles) != len(sizes) or any(t < 1 or s % t or w % t for s, w, t in zip(sizes, windows, tiles, strict=True)):
         raise InputError(f"sliding_tile: shape {sizes} and window {windows} must be multiples of the tile {tiles}")
     counts = tuple(s // t for s, t in zip(sizes, tiles, strict=True))
@@ -455,6 +469,7 @@ def radial(frames: int, tokens_per_frame: int, *, decay: float = 1.0, least: int
             of a tile hardly any tile is computed for a few pairs
     device  where a small table of reaches lies: made where the tokens are, it is not copied there in every call
     """
+    check_whole("radial", frames=frames, tokens_per_frame=tokens_per_frame, least=least, text=text)
     if frames < 1 or tokens_per_frame < 1 or decay <= 0 or least < 1 or text < 0:
         raise InputError(
             "radial takes at least 1 frame, 1 token per frame, a decay above 0, a least reach of at least 1 and text of at least 0, "
@@ -489,6 +504,7 @@ def spatial_temporal(frames: int, tokens_per_frame: int, temporal: Tensor, *, fr
     Head h sees the whole of all frames up to `frame_reach` away from its own; where `temporal[h]` is true, the places up to `token_reach` from its own in every
     frame. The tokens of a video come frame after frame, then `text` tokens, which see everything and are seen by everyone.
     """
+    check_whole("spatial_temporal", frames=frames, tokens_per_frame=tokens_per_frame, frame_reach=frame_reach, token_reach=token_reach, text=text)
     if frames < 1 or tokens_per_frame < 1 or min(frame_reach, token_reach, text) < 0:
         raise InputError(
             "spatial_temporal takes at least 1 frame, 1 token per frame, and reaches and text of at least 0, "
@@ -513,6 +529,7 @@ def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
     """Text queries attend to images: image n is seen by queries from intervals[n, 0] up to before intervals[n, 1]."""
     spans = _integers(intervals, 2, "cross")
     count = spans.shape[0]
+    check_whole("cross", tokens_per_image=tokens_per_image)
     if spans.shape[1] != 2 or tokens_per_image < 1:
         raise InputError(f"cross takes (images, 2) intervals and at least 1 token per image, got {tuple(spans.shape)} and {tokens_per_image}")
 
@@ -525,11 +542,17 @@ def cross(intervals: Tensor, tokens_per_image: int) -> Mask:
 
 @named
 def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
-    """Batch element b uses choices[which[b]]."""
+    """Batch element b uses choices[which[b]].
+
+    Where `which` lies on the CPU, numbers without a choice are refused. On a GPU it is not looked at, which would wait for the GPU: there, a batch element
+    without a choice attends to nothing.
+    """
     options = tuple([as_mask(m) for m in choices])  # a list in a closure may change: calls with it would not be cached
     if not options:
         raise InputError("per_batch takes at least one mask")
     chosen = _integers(which, 1, "per_batch")
+    if chosen.device.type == "cpu" and can_be_looked_at(chosen) and bool(((chosen < 0) | (chosen >= len(options))).any()):
+        raise InputError(f"per_batch: which holds numbers of choices, from 0 to {len(options) - 1}, got {chosen.tolist()}")
 
     def select(b: Any, h: Any, q: Any, kv: Any) -> Any:
         allowed: Any = options[0](b, h, q, kv) & (chosen[b] == 0)
@@ -557,17 +580,20 @@ def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def _grid(shape: int | Sequence[int], window: int | Sequence[int], who: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    sizes = (shape,) if isinstance(shape, int) else _numbers(shape, who)
-    windows = (window,) * len(sizes) if isinstance(window, int) else _numbers(window, who)
+    sizes = _numbers(shape, 1, who, "shape")
+    windows = _numbers(window, len(sizes), who, "window")
     if not 1 <= len(sizes) <= 3 or len(windows) != len(sizes) or any(not 1 <= w <= s for s, w in zip(sizes, windows, strict=True)):
         raise InputError(f"{who}: shape {sizes} needs 1 to 3 axes and a window from 1 to its size along each, got {windows}")
     return sizes, windows
 
 
-def _numbers(given: Any, who: str) -> tuple[int, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable) or any(isinstance(n, str | float) for n in given):
-        raise InputError(f"{who}: shape and window are whole numbers, one for each axis of the grid, got {given!r}")
-    return tuple(int(n) if isinstance(n, Tensor) else n for n in given)
+def _numbers(given: Any, count: int, who: str, what: str) -> tuple[int, ...]:
+    """Of the axes of a grid: one for each, or one for `count` of them."""
+    is_one = isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, Tensor) and given.dim() == 0)
+    found = (given,) * count if is_one else tuple(given)
+    if not all([is_whole(n) for n in found]):
+        raise InputError(f"{who}: {what} is a whole number, or one for each axis of the grid, got {given!r}")
+    return tuple(int(n) if isinstance(n, Tensor) else n for n in found)
 
 
 def _coordinates(index: Any, sizes: tuple[int, ...]) -> list[Any]:
@@ -619,7 +645,7 @@ def _product(sizes: tuple[int, ...]) -> int:
 
 
 def _per_axis(given: int | Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    found = (given,) * count if isinstance(given, int) else _numbers(given, "neighborhood")
+    found = _numbers(given, count, "neighborhood", what)
     if len(found) != count:
         raise InputError(f"neighborhood: {what} is one number, or one for each of {count} axes, got {given!r}")
     return found

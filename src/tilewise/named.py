@@ -8,13 +8,15 @@ copied model computes with its own parameters.
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from numbers import Integral
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import InputError
+from tilewise.errors import InputError, TraceError
+from tilewise.lang.refusals import AS_MASK, AS_SCORE
 
 AXES = {"b": "batch elements", "h": "heads", "q": "queries", "kv": "keys"}
 P = ParamSpec("P")
@@ -38,6 +40,21 @@ class Covers(NamedTuple):
 
 def covers(what: str, **sizes: int) -> tuple[Covers, ...]:
     return tuple([Covers(what, axis, size) for axis, size in sizes.items()])
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, as numbers of tokens are: Python's, numpy's, torch's symbols, or a tensor's of no dimensions. bool is none."""
+    if isinstance(value, (int, torch.SymInt)):
+        return not isinstance(value, bool)
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype != torch.bool and not value.is_floating_point() and not value.is_complex()
+    return isinstance(value, Integral)
+
+
+def check_whole(who: str, **given: Any) -> None:
+    for name, value in given.items():
+        if type(value) is not int and not is_whole(value):
+            raise InputError(f"{who} takes whole numbers, got {name}={value!r} ({type(value).__name__}); give an int")
 
 
 class Named:
@@ -99,6 +116,24 @@ def named(make: Callable[P, Kind]) -> Callable[P, Kind]:
         return found
 
     return made
+
+
+def counted(call: Callable[P, Any]) -> Callable[P, Any]:
+    """The __call__ of masks or scores; called with other arguments, because one was passed for the other, or called to get it, it tells what it is."""
+    names = call.__code__.co_varnames[1 : call.__code__.co_argcount]
+
+    @wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Any:
+        given = len(args) + len(kwargs) - 1
+        if given != len(names):
+            kind, other, argument = ("mask", "score", AS_MASK) if len(names) == 4 else ("score", "mask", AS_SCORE)
+            if given in (4, 5):
+                raise TraceError(f"{args[0]!r} is a {kind}, not a {other}: pass it as {argument}")
+            hint = "; it is given as it is, without a call" if given == 0 else ""
+            raise TraceError(f"{args[0]!r} is a {kind}, a function of ({', '.join(names)}), and was called with {given} arguments{hint}")
+        return call(*args, **kwargs)
+
+    return checked
 
 
 def _with_state(kind: type["Named"], state: dict[str, Any]) -> "Named":

@@ -263,12 +263,16 @@ class PagedCache:
     # -- keys and values -----------------------------------------------------------------------------------------------
 
     def write(self, layer: int, step: Step, key: Tensor, value: Tensor) -> None:
-        """Stores the keys and values of a step's tokens, (tokens, kv heads, head dim), converted to the dtype of the pages."""
+        """Stores the keys and values of a step's tokens, (tokens, kv heads, head dim), in the dtype of the pages; for float8 pages in the query's."""
         self._check(layer, step)
         for stored, new, scale, name in ((self.k_pages, key, self._k_scales, "key"), (self.v_pages, value, self._v_scales, "value")):
             wanted = (step.rows.shape[0], *stored[layer].shape[2:])
             if new.shape != wanted:
                 raise InputError(f"{name} must be {wanted} (tokens, kv heads, head dim), got {tuple(new.shape)}")
+            pages = stored[layer].dtype
+            if new.dtype != pages and (pages not in FLOAT8 or new.dtype not in DTYPES):
+                held = f"the query's dtype (float16, bfloat16, float32 or float64), as the pages are {pages}" if pages in FLOAT8 else f"{pages}, as the pages"
+                raise InputError(f"{name} must be {held}, got {new.dtype}: make the cache with dtype=, or convert with .to()")
             rows = stored[layer].flatten(0, 1)
             new = _stored(new.detach(), scale[layer], rows.dtype)
             if rows.dtype in FLOAT8:  # torch copies no float8 by index

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, name_of, trace_score
 from tilewise.masks import broadcast_load
-from tilewise.named import Covers, Named, covers, named
+from tilewise.named import Covers, Named, check_whole, counted, covers, is_whole, named
 
 __all__ = ["Score", "ScoreFunction", "Sinks", "alibi", "alibi_slopes", "as_score", "bias", "distance_decay", "relative_bias", "sinks", "softcap"]
 
@@ -41,6 +41,7 @@ class Score(Named):
         """What the score does, with its parameters: `softcap(30.0)`."""
         return f"{self._label}({', '.join(map(str, self._parameters))})" if self._parameters else self._label
 
+    @counted
     def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.function(score, b, h, q, kv)
 
@@ -81,7 +82,7 @@ def sinks(logits: Tensor) -> Sinks:
 @named
 def alibi(heads: int | Tensor) -> Score:
     """score - slope[h] * (q - kv): slopes of the ALiBi paper for a number of heads, or a tensor of your own."""
-    if not isinstance(heads, (int, Tensor)):
+    if not isinstance(heads, Tensor) and not is_whole(heads):
         raise InputError(f"alibi takes a number of heads or a float (H,) tensor, got {type(heads).__name__}")
     slopes = heads if isinstance(heads, Tensor) else alibi_slopes(heads)
     if slopes.dim() != 1 or not slopes.is_floating_point():
@@ -124,6 +125,7 @@ def relative_bias(table: Tensor, *, buckets: str | None = None, bidirectional: b
         return Score(lambda score, b, h, q, kv: score + table[h, (q - kv).clamp(-reach, reach) + reach], "relative_bias", reach, covers=known)
     if buckets != "t5":
         raise InputError(f"relative_bias: buckets is None or 't5', got {buckets!r}")
+    check_whole("relative_bias", max_distance=max_distance)
     return t5_bias(table, t5_buckets(table.shape[0], max_distance, bidirectional).to(table.device))
 
 

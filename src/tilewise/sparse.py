@@ -20,7 +20,7 @@ from tilewise.cubes import Cubes, cubes, cubes_for
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
 from tilewise.masks import Mask, broadcast_load
-from tilewise.tiles import EMPTY, FULL, PARTIAL, ChosenTiles, Geometry, TileMap, from_chosen
+from tilewise.tiles import EMPTY, FULL, PARTIAL, ChosenTiles, Geometry, TileMap, check_tile, from_chosen
 
 __all__ = ["Cubes", "cube_attention", "cubes", "moba", "moba_map", "pooled", "pooled_scores", "top_k", "top_p", "vsa"]
 
@@ -50,6 +50,7 @@ def pooled_scores(query: Tensor, key: Tensor, tile: tuple[int, int] = (64, 64), 
         tile: Queries and keys of a tile.
         scale: 1 / sqrt(head dim) unless given.
     """
+    check_tile("pooled_scores", tile)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return scale * pooled(query, tile[0]) @ _for_heads(pooled(key, tile[1]), query).transpose(-1, -2)
 

@@ -79,6 +79,10 @@ def model(
     path = picture(out)
     where = usable(device)
     scale = Scale(where.type != "cuda" if tiny is None else tiny, where)
+    for implementation in impl or []:
+        reason = rows.why_not(implementation, scale)
+        if reason is not None:
+            raise InputError(reason)
     jobs = rows.jobs_of(row, scale, mode or [], impl or [], skip or [])
     if not jobs:
         raise InputError(f"nothing is left to measure of {name} on {where}: it has the modes {row.modes} and the implementations {row.implementations}")
@@ -90,6 +94,6 @@ def model(
         print_json(bench_model.as_json(found) | {"picture": drawn})
     else:
         console.print(bench_model.table(found))
-        for note in [*bench_model.notes(found), f"bars: {drawn}"]:
+        for note in [*bench_model.notes(found, impl or [], skip or []), f"bars: {drawn}"]:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(1 if found.tilewise_failed else 0)

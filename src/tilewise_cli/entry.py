@@ -41,7 +41,8 @@ def run(arguments: Sequence[str]) -> int:
         if not arguments or type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             return MISTAKE
-        return _tell(f"{error.format_message()} (see tilewise --help)", MISTAKE)
+        command = "tilewise" if error.ctx is None else error.ctx.command_path
+        return _tell(f"{error.format_message()} (see {command} --help)", MISTAKE)
     except Exception as error:  # tilewise's own are told apart by name: importing their class would import torch
         if not _is_tilewise_error(error):
             raise

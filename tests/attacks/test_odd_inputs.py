@@ -11,6 +11,7 @@ import torch
 import tilewise as tw
 from tilewise import masks, scores
 from tilewise.core import problem
+from tilewise.distributed import run
 from tilewise.errors import TilewiseError
 from tilewise.flex import flex_attention
 from tilewise.frontend.dispatch import observers
@@ -46,6 +47,37 @@ def test_scale_may_be_a_number_of_any_library(way: str, scale: Any) -> None:
 def test_scale_is_a_number(way: str, scale: Any) -> None:
     with pytest.raises(tw.InputError, match="scale must be a number"):
         WAYS[way](X, X, X, scale=scale)
+
+
+# -- seed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [3.5, 3.0, "x", True, [3], np.float64(3), torch.tensor(3.0), torch.tensor([3, 4])], ids=str)
+@pytest.mark.parametrize("before", ["the first call", "a known call"])
+def test_a_seed_is_a_whole_number(seed: Any, before: str) -> None:
+    if before == "a known call":
+        tw.attention(X, X, X, dropout_p=0.5, seed=3)
+    with pytest.raises(tw.InputError, match="seed must be an int or a tensor with one int64, got"):
+        tw.attention(X, X, X, dropout_p=0.5, seed=seed)
+
+
+def test_a_seed_without_dropout_is_looked_at_too() -> None:
+    problem.seed_tensor(3, 0.0, X.device)
+    with pytest.raises(tw.InputError, match="seed must be an int"):
+        problem.seed_tensor("x", 0.0, X.device)
+
+
+@pytest.mark.parametrize("seed", [3.5, "x", True], ids=str)
+def test_a_seed_that_ranks_share_is_a_whole_number(seed: Any) -> None:
+    assert run._seed(np.int64(3)) == run._seed(torch.tensor(3)) == 3
+    with pytest.raises(tw.InputError, match="seed must be an int or a tensor with one int64, got"):
+        run._seed(seed)
+
+
+def test_a_seed_may_be_numpys() -> None:
+    expected = tw.attention(X, X, X, dropout_p=0.5, seed=3)
+    for seed in (np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3])):
+        assert torch.equal(tw.attention(X, X, X, dropout_p=0.5, seed=seed), expected)
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------

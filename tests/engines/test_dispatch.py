@@ -85,6 +85,13 @@ def test_unknown_names_list_the_allowed_ones(monkeypatch: pytest.MonkeyPatch) ->
     assert issubclass(tw.BackendError, RuntimeError)
 
 
+@pytest.mark.parametrize(("name", "said"), [("tirton", "; did you mean 'triton'?"), ("Auto", "; did you mean 'auto'?"), ("x", "reference"), (3, "reference")])
+def test_a_name_like_another_is_asked_about(name: Any, said: str) -> None:
+    with pytest.raises(tw.BackendError) as error:
+        tw.attention(*q_k_v(), backend=name)
+    assert str(error.value).endswith(said)
+
+
 def test_scopes_nest_and_are_restored_after_exceptions() -> None:
     q, k, v = q_k_v()
     with tw.attention_backend("flex"):

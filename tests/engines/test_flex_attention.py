@@ -15,7 +15,7 @@ from torch import Tensor
 import tilewise as tw
 from tests.support.flex_problems import MASKS, SCORES, B, D, H, allowed_by, assert_close, causal_blocks, chosen_blocks, dense, gradients, numbers, tensors
 from tilewise import flex as ours
-from tilewise import masks
+from tilewise import masks, scores
 from tilewise.frontend import dispatch
 
 pytestmark = pytest.mark.usefixtures("torchs_flex_runs_eagerly", "seeded", "one_thread")
@@ -198,6 +198,8 @@ def lists() -> tuple[torch.Tensor, torch.Tensor]:
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "heads": (wrong(kv_heads=2), ValueError, HEADS),
+    "heads that do not divide": (wrong(kv_heads=3), ValueError, "Even for GQA (enable_gqa=True) query heads must be a multiple of kv heads"),
+    "more kv heads": (wrong(kv_heads=2 * H), ValueError, "Even for GQA (enable_gqa=True) query heads must be a multiple of kv heads"),
     "ratio": (wrong(kv_heads=3, enable_gqa=True), ValueError, "Expect number of query heads to be a multiple of kv heads for GQA"),
     "smaller": (wrong(n=200, block_mask=causal_blocks(128)), ValueError, SMALLER),
     "smaller, torch's": (wrong(n=200, block_mask=causal_blocks(128, theirs)), ValueError, SMALLER),
@@ -217,6 +219,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dimensions": (lambda: ours.flex_attention(*[torch.randn(3, 5, 8)] * 3), ValueError, "(batch, heads, sequence, head dim)"),
     "no function": (lambda: ours.create_block_mask(3, None, None, 8, 8), ValueError, "takes a function"),
     "a score function": (lambda: ours.create_block_mask(lambda s, b, h, q, kv: s, None, None, 8, 8), TypeError, "looks like a score function"),
+    "a score function's name here": (lambda: ours.create_block_mask(lambda s, b, h, q, kv: s, None, None, 8, 8), TypeError, "score_mod="),
+    "a mask of numbers": (lambda: ours.create_block_mask(lambda b, h, q, kv: q - kv, None, None, 8, 8), TypeError, "score_mod="),
+    "a score for a mask": (lambda: ours.create_block_mask(scores.softcap(30.0), None, None, 8, 8), TypeError, "Score(softcap(30.0)) is a score"),
+    "a mask function": (wrong(score_mod=lambda b, h, q, kv: q >= kv), TypeError, "block_mask=create_block_mask(...)"),
+    "a score of booleans": (wrong(score_mod=lambda s, b, h, q, kv: q >= kv), TypeError, "block_mask=create_block_mask(...)"),
+    "a mask for a score": (wrong(score_mod=masks.causal), TypeError, "Mask(causal) is a mask, not a score"),
     "one dimension": (lambda: ours.BlockMask.from_kv_blocks(torch.tensor(1), torch.tensor([0])), RuntimeError, "must have at least 2 dimensions"),
     "half of the full lists": (lambda: ours.BlockMask.from_kv_blocks(*chosen_blocks(2, 2, 1), torch.ones(1)), AssertionError, "both provided or omitted"),
     "half of the full q lists": (lambda: ours.BlockMask((4, 4), *lists(), None, None, *lists(), lists()[0], None), AssertionError, "both provided or omitted"),

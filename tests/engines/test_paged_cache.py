@@ -158,6 +158,8 @@ ERRORS = [
     (lambda c: c.append({2: 1}), r"slot 2 is not in use: allocate\(\) gives one; in use are \[0\]"),
     (lambda c: c.free(1), r"slot 1 is not in use"),
     (lambda c: [c.allocate() for _ in range(3)], r"all 3 slots are in use: free\(\) a finished sequence first"),
+    (lambda c: c.write(0, c.append({0: 1}), torch.zeros(1, 2, 16).half(), torch.zeros(1, 2, 8)), r"key must be torch.float32, as the pages, got torch.float16"),
+    (lambda c: c.write(0, c.append({0: 1}), torch.zeros(1, 2, 16), torch.zeros(1, 2, 8).int()), r"value must be torch.float32, as the pages, got torch.int32"),
     (lambda c: c.write(0, c.append({0: 2}), torch.zeros(3, 2, 16), torch.zeros(3, 2, 8)), r"key must be \(2, 2, 16\) \(tokens, kv heads, head dim\), got"),
     (lambda c: make(k_scale=torch.ones(3)), r"k_scale must be a number or broadcast to \(2, 2\), layers and kv heads, got \(3,\)"),
     (lambda c: make(pages=0), r"pages must be a whole number of at least 1, got 0"),

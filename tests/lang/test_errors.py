@@ -5,10 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tilewise import masks, scores
 from tilewise.errors import TraceError
 from tilewise.lang import trace_mask, trace_score
 
@@ -82,6 +84,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "list index": (lambda s, b, h, q, kv: s + [1, 2, 3][q], ["list", "tensor"]),
     "math.sqrt": (lambda s, b, h, q, kv: s + math.sqrt(q), ["math.*", "torch.*"]),
     "math.floor": (lambda s, b, h, q, kv: s + math.floor(s), ["math.*", "torch.*"]),
+    "np.sqrt": (lambda s, b, h, q, kv: s + np.sqrt(q), ["numpy's sqrt", "use torch.sqrt"]),
+    "np.maximum": (lambda s, b, h, q, kv: s + np.maximum(q, kv), ["numpy's maximum", "use torch.maximum"]),
+    "np.add.reduce": (lambda s, b, h, q, kv: s + np.add.reduce(q), ["numpy's add", "use torch.add"]),
+    "np.where": (lambda s, b, h, q, kv: np.where(q > kv, s, 0.0), ["numpy's where", "use torch.where"]),
+    "np.cbrt": (lambda s, b, h, q, kv: s + np.cbrt(q), ["numpy's cbrt", "use torch's functions"]),
+    "np.sqrt of a row": (lambda s, b, h, q, kv: s + np.sqrt(TABLE[h]).sum(), ["numpy's sqrt", "use torch.sqrt"]),
+    "an array": (lambda s, b, h, q, kv: s + np.ones(3) * q, ["ndarray", "numbers or tensors"]),
     ".item()": (lambda s, b, h, q, kv: s + q.item(), ["item()", "concrete"]),
     "iterating": (loops, ["iterated"]),
     "unpacking": (unpacks, ["iterated or unpacked"]),
@@ -284,6 +293,25 @@ def test_a_score_of_another_form_is_refused_by_name_and_place(function: Callable
         trace_score((function,))
     for words in (f"{__file__}:{function.__code__.co_firstlineno}", function.__name__, expected):
         assert words in str(error.value)
+
+
+GIVEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "a score as a mask": (lambda: trace_mask(scores.softcap(30.0)), r"^Score\(softcap\(30\.0\)\) is a score, not a mask: pass it as score="),
+    "sinks as a mask": (lambda: trace_mask(scores.sinks(torch.zeros(2))), r"^Score\(sinks\) is a score, not a mask: pass it as score="),
+    "a score in a mask": (lambda: trace_mask(masks.causal & scores.softcap(30.0)), "is a score, not a mask: pass it as score="),
+    "a mask as a score": (lambda: trace_score((masks.causal,)), r"^Mask\(causal\) is a mask, not a score: pass it as mask="),
+    "a mask among scores": (lambda: trace_score((scores.softcap(30.0), masks.sliding_window(3))), r"^Mask\(sliding_window\(3\)\) is a mask, not a score"),
+    "a mask called": (masks.causal, r"^Mask\(causal\) is a mask, .*called with 0 arguments; it is given as it is, without a call$"),
+    "a score called": (scores.softcap(30.0), r"is a score, .*called with 0 arguments; it is given as it is, without a call$"),
+    "a mask called with two": (lambda: masks.causal(1, 2), r"a function of \(b, h, q, kv\), and was called with 2 arguments$"),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_masks_and_scores_of_the_library_in_each_others_place(name: str) -> None:
+    call, expected = GIVEN[name]
+    with pytest.raises(TraceError, match=expected):
+        call()
 
 
 def test_what_is_not_a_function_is_refused() -> None:

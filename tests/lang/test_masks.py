@@ -5,8 +5,11 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.programs import grid
 from tilewise import masks
@@ -365,6 +368,10 @@ BAD: dict[str, Callable[[], Any]] = {
     "spans of three": lambda: masks.cross(torch.ones(2, 3, dtype=torch.long), 4),
     "no tokens per image": lambda: masks.cross(torch.ones(2, 2, dtype=torch.long), 0),
     "no choices": lambda: masks.per_batch([], IDS),
+    "an unknown choice": lambda: masks.per_batch([masks.causal, masks.full], torch.tensor([0, 2])),
+    "a negative choice": lambda: masks.per_batch([masks.causal, masks.full], torch.tensor([-1])),
+    "negative prefix": lambda: masks.prefix_lm(-3),
+    "negative marks": lambda: masks.global_tokens(-1),
     "float choice": lambda: masks.per_batch([masks.causal], torch.tensor([0.0])),
 }
 
@@ -373,6 +380,59 @@ BAD: dict[str, Callable[[], Any]] = {
 def test_bad_arguments_are_input_errors(name: str) -> None:
     with pytest.raises(InputError):
         BAD[name]()
+
+
+COUNTS: dict[str, Callable[[Any], Any]] = {
+    "causal_lower_right": lambda n: masks.causal_lower_right(1, n),
+    "sliding_window": masks.sliding_window,
+    "sliding_window, right": lambda n: masks.sliding_window(8, n),
+    "dilated_window": lambda n: masks.dilated_window(8, n),
+    "prefix_lm": masks.prefix_lm,
+    "global_tokens": masks.global_tokens,
+    "block_diffusion": lambda n: masks.block_diffusion(8, n),
+    "tree": lambda n: masks.tree([-1, 0], n),
+    "tree, parents": lambda n: masks.tree([-1, 0, 1, 2, 3, 4, n]),
+    "neighborhood": lambda n: masks.neighborhood(n, 2),
+    "neighborhood, window": lambda n: masks.neighborhood((8, 8), n),
+    "neighborhood, one window": lambda n: masks.neighborhood((8, 8), (2, n)),
+    "neighborhood, dilation": lambda n: masks.neighborhood(16, 2, dilation=n),
+    "on_grid": lambda n: masks.on_grid(masks.causal, (8, n), 2),
+    "sliding_tile": lambda n: masks.sliding_tile((5, 5), (5, 5), (5, n)),
+    "sliding_tile, text": lambda n: masks.sliding_tile((4, 4), (4, 4), (2, 2), n),
+    "radial": lambda n: masks.radial(3, n),
+    "radial, least": lambda n: masks.radial(3, 8, least=n),
+    "spatial_temporal": lambda n: masks.spatial_temporal(3, 8, torch.tensor([True]), token_reach=n),
+    "cross": lambda n: masks.cross(torch.ones(2, 2, dtype=torch.long), n),
+}
+
+
+@pytest.mark.parametrize("wrong", [5.5, 5.0, "5", True, None, torch.tensor(5.0), np.float32(5), np.bool_(True)], ids=repr)
+@pytest.mark.parametrize("name", COUNTS)
+def test_numbers_of_tokens_are_whole(name: str, wrong: Any) -> None:
+    if wrong is None and name == "sliding_window, right":
+        return
+    expected = "whole number|takes an integer tensor|takes a number or a boolean" if isinstance(wrong, Tensor) else "whole number"
+    with pytest.raises(InputError, match=expected):
+        COUNTS[name](wrong)
+
+
+@pytest.mark.parametrize("right", [np.int64(5), np.int32(5), np.uint8(5)], ids=lambda n: type(n).__name__)
+@pytest.mark.parametrize("name", COUNTS)
+def test_numbers_of_tokens_may_be_numpys(name: str, right: Any) -> None:
+    mask, same = COUNTS[name](right), COUNTS[name](5)
+    assert mask.name == same.name
+    assert mask.traced().program.text == same.traced().program.text
+
+
+def test_the_number_of_tokens_is_named() -> None:
+    with pytest.raises(InputError, match=r"^sliding_window takes whole numbers, got left='5' \(str\); give an int$"):
+        masks.sliding_window("5")
+
+
+def test_choices_are_not_looked_at_where_that_would_wait_or_tell_nothing() -> None:
+    masks.per_batch([masks.causal], torch.tensor([3], device="meta"))
+    with FakeTensorMode():
+        masks.per_batch([masks.causal], torch.tensor([3]))
 
 
 def test_a_function_that_makes_masks_is_not_one() -> None:

@@ -156,6 +156,9 @@ def test_names_carry_parameters() -> None:
 
 
 BAD: dict[str, Callable[[], Any]] = {
+    "a fraction of a head": lambda: scores.alibi(2.5),
+    "a bool for heads": lambda: scores.alibi(True),
+    "a fraction of a distance": lambda: scores.relative_bias(torch.zeros(32, 2), buckets="t5", max_distance=64.5),
     "no heads": lambda: scores.alibi(0),
     "2-d slopes": lambda: scores.alibi(randn(2, 2)),
     "integer slopes": lambda: scores.alibi(torch.arange(3)),

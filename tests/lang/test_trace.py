@@ -4,6 +4,7 @@ import math
 import operator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -302,6 +303,16 @@ def test_numpy_numbers_are_numbers() -> None:
         call = assert_traces_as_torch(function, expected)
         assert all(type(number) is int for number in call.ints)
         assert all(type(number) is float for number in call.floats)
+
+
+LEFT = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne"]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_numpy_numbers_stand_on_the_left_of_every_operator(name: str) -> None:
+    apply = getattr(operator, name)
+    for three in (np.int64(3), np.array(3)):
+        assert_traces_as_torch(lambda s, b, h, q, kv, three=three: apply(three, q + 1), lambda s, b, h, q, kv: apply(3, q + 1))
 
 
 def test_infinities_keep_their_value() -> None:

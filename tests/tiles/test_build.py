@@ -294,5 +294,12 @@ def test_what_tile_map_refuses() -> None:
         tw.tile_map(masks.causal, q_len=-1, kv_len=4)
     with pytest.raises(InputError, match=r"tile=\(0, 16\)"):
         tw.tile_map(masks.causal, q_len=4, kv_len=4, tile=(0, 16))
+    with pytest.raises(InputError, match=r"tile_map: tile is a pair of whole numbers, the queries and keys of a tile, got 64; write tile=\(64, 64\)"):
+        tw.tile_map(masks.causal, q_len=128, kv_len=128, tile=64)
+    for wrong in ("64", (64,), (64, 64, 64), (64.0, 64.0), None):
+        with pytest.raises(InputError, match="tile is a pair of whole numbers"):
+            tw.tile_map(masks.causal, q_len=128, kv_len=128, tile=wrong)
+    with pytest.raises(InputError, match=r"recut: tile is a pair .* write tile=\(64, 64\)"):
+        tw.tile_map(masks.causal, q_len=128, kv_len=128).recut(64)
     with pytest.raises(InputError, match="mask must be a function of"):
         tw.tile_map(3, q_len=4, kv_len=4)

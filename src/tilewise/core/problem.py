@@ -15,7 +15,7 @@ from tilewise.errors import InputError
 from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, broadcast_load, causal
 from tilewise.memory import check_dense, moved, resolved
-from tilewise.named import Named
+from tilewise.named import Named, is_whole
 from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
 from tilewise.scores import bias as additive_bias
 from tilewise.sizes import equal
@@ -360,11 +360,11 @@ def _mismatch(rule: str, query: Tensor, key: Tensor, value: Tensor) -> InputErro
 def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:
     if heads == kv_heads:
         return
+    divides = kv_heads != 0 and heads % kv_heads == 0
     if not enable_gqa:
-        raise InputError(
-            f"Expect query and key/value to have the same number of heads but got Hq={heads} and Hkv={kv_heads}. Try setting enable_gqa=True for GQA."
-        )
-    if kv_heads == 0 or heads % kv_heads:
+        advice = "Try setting enable_gqa=True for GQA." if divides else "Even for GQA (enable_gqa=True) query heads must be a multiple of kv heads."
+        raise InputError(f"Expect query and key/value to have the same number of heads but got Hq={heads} and Hkv={kv_heads}. {advice}")
+    if not divides:
         raise InputError(f"Expect number of query heads to be a multiple of kv heads for GQA but got Hq={heads} and Hkv={kv_heads}.")
 
 
@@ -494,18 +494,28 @@ def check_dropout(p: Any) -> float:
     return 0.0 if p == 0 else float(p)
 
 
+def check_seed(seed: Any) -> None:
+    """Raises unless it is None, a whole number of whatever library, or a tensor of one."""
+    if seed is None or type(seed) is int:
+        return
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64:
+            raise InputError(f"seed must be an int or a tensor with one int64, got {seed.dtype} of shape {tuple(seed.shape)}")
+    elif not is_whole(seed):
+        raise InputError(f"seed must be an int or a tensor with one int64, got {type(seed).__name__} {seed!r}")
+
+
 def seed_tensor(seed: int | Tensor | None, dropout_p: float, device: torch.device) -> Tensor | None:
     """The seed as a tensor; without one, torch's own generator draws it, so that torch.manual_seed repeats it.
 
     It is drawn on the device: in a captured CUDA graph every replay draws another, and no copy waits for the host.
     """
+    check_seed(seed)
     if dropout_p == 0.0:
         return None
     if seed is None:
         return torch.randint(0, 2**62, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.dtype != torch.int64:
-            raise InputError(f"seed must be an int or a tensor with one int64, got {seed.dtype} of shape {tuple(seed.shape)}")
         return resolved(seed.reshape(()))
     if not 0 <= seed < 2**63:
         raise InputError(f"seed must be from 0 to 2**63 - 1, got {seed}")

@@ -20,6 +20,7 @@ from tilewise.core.problem import (
     autocast,
     check_dropout,
     check_scale,
+    check_seed,
     check_sinks,
     check_sizes,
     check_tensors,
@@ -285,6 +286,7 @@ def _check_shapes(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None
 
 def _seed(seed: int | Tensor | None) -> int:
     """On the CPU's generator: a seed has to travel, and nothing should wait for the GPU."""
+    check_seed(seed)
     number = int(torch.randint(0, 2**62, (), device="cpu")) if seed is None else int(seed)
     if not 0 <= number < 2**63:
         raise InputError(f"seed must be from 0 to 2**63 - 1, got {number}")

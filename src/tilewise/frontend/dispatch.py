@@ -13,7 +13,7 @@ import torch
 from tilewise.core import store
 from tilewise.core.problem import Problem
 from tilewise.engines import ENGINES, Engine, Request, engine_named
-from tilewise.errors import BackendError
+from tilewise.errors import BackendError, meant
 
 logger = logging.getLogger("tilewise")
 
@@ -79,7 +79,7 @@ def names() -> list[str]:
 
 def check_name(name: str, source: str) -> None:
     if name not in names():
-        raise BackendError(f"unknown backend {name!r} (from {source}); allowed are {', '.join(names())}")
+        raise BackendError(f"unknown backend {name!r} (from {source}); allowed are {', '.join(names())}{meant(name, names())}")
 
 
 def requested_backend(argument: str | None) -> tuple[str, str]:

@@ -13,6 +13,8 @@ BRANCHING = (
     "`&`, `|`, `~` (with parentheses) instead of `and`, `or`, `not`, `(a <= x) & (x < b)` instead of `a <= x < b`, and "
     "torch.minimum/torch.maximum instead of min/max"
 )
+AS_MASK = "mask= (in flex_attention, block_mask=create_block_mask(...))"
+AS_SCORE = "score= (in flex_attention, score_mod=)"
 WRITING = "a mask or score function must not write to a tensor; return the new value instead"
 
 # How users write the operations that do not take every dtype, and what to do about it.
@@ -58,3 +60,8 @@ def refuse(message: str) -> TraceError:
 def undefined(op: str, dtypes: list[torch.dtype]) -> TraceError:
     """For an operation that does not take values of these dtypes."""
     return refuse(f"{WRITTEN.get(op, op)} of {' and '.join([str(d) for d in dtypes])} values{ADVICE.get(op, CONVERT)}")
+
+
+def of_numpy(name: str) -> TraceError:
+    """For one of numpy's functions."""
+    return refuse(f"numpy's {name} needs numbers, and cannot be traced; use torch{f'.{name}' if hasattr(torch, name) else chr(39) + 's functions'}")

@@ -6,7 +6,7 @@ import torch
 
 from tilewise.lang.expression import expression
 from tilewise.lang.program import Tape
-from tilewise.lang.refusals import BRANCHING, refuse, undefined
+from tilewise.lang.refusals import BRANCHING, of_numpy, refuse, undefined
 from tilewise.lang.types import DTYPE_OF
 
 
@@ -28,12 +28,36 @@ class Trace(Protocol):
     def load(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Any: ...
 
 
+# numpy's functions for its operators -> what a symbol on the right of the operator has for it.
+REFLECTED = {
+    "add": "__radd__",
+    "subtract": "__rsub__",
+    "multiply": "__rmul__",
+    "divide": "__rtruediv__",
+    "floor_divide": "__rfloordiv__",
+    "remainder": "__rmod__",
+    "power": "__rpow__",
+    "divmod": "__rdivmod__",
+    "matmul": "__rmatmul__",
+    "bitwise_and": "__rand__",
+    "bitwise_or": "__ror__",
+    "bitwise_xor": "__rxor__",
+    "left_shift": "__rlshift__",
+    "right_shift": "__rrshift__",
+    "less": "__gt__",
+    "less_equal": "__ge__",
+    "greater": "__lt__",
+    "greater_equal": "__le__",
+    "equal": "__eq__",
+    "not_equal": "__ne__",
+}
+
+
 class Traced:
     """What a function computes with while it is traced: a Symbol, or a Row of several (rows.py)."""
 
     tracer: Trace
     __torch_function__: ClassVar[Any]  # set by torch_calls.py, as are torch's methods
-    __array_ufunc__ = None  # numpy's numbers leave their operators to us
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,6 +82,16 @@ class Traced:
         return self.shape if dim is None else self.shape[dim]
 
     __hash__ = object.__hash__
+
+    def __array_ufunc__(self, function: Any, method: str, *given: Any, **options: Any) -> Any:
+        """numpy's numbers leave their operators to us; its functions are refused."""
+        name = function.__name__
+        if name in REFLECTED and method == "__call__" and not options and given[-1] is self:
+            return getattr(self, REFLECTED[name])(given[0])
+        raise of_numpy(name)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        raise of_numpy(function.__name__)
 
     def __bool__(self) -> bool:
         raise refuse(BRANCHING)

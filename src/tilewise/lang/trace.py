@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import TraceError
 from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Instruction, finish, program_of
-from tilewise.lang.refusals import WRITING, refuse
+from tilewise.lang.refusals import AS_MASK, AS_SCORE, WRITING, refuse
 from tilewise.lang.rows import Row
 from tilewise.lang.stand_ins import STANDS_IN, StandIns
 from tilewise.lang.symbol import Symbol
@@ -32,7 +32,7 @@ def trace_mask(function: Callable[..., Any], device: Any = None) -> BoundProgram
     if not tracer.tape.type(at).is_bool:
         raise TraceError(
             f"mask function {name_of(function)}{defined_at(function)} returned {DTYPE_OF[tracer.tape.type(at).dtype]} values; a mask returns a "
-            "boolean, true where attention is allowed, for instance q >= kv (a function that changes the score goes to score=)"
+            f"boolean, true where attention is allowed, for instance q >= kv; a function that changes the score goes to {AS_SCORE}"
         )
     return _finish(tracer, at)
 
@@ -46,7 +46,7 @@ def trace_score(functions: tuple[Callable[..., Any], ...], dtype: torch.dtype = 
         result = _call(tracer, function, [score, *symbols], "score", "(score, b, h, q, kv)")
         found = Symbol(tracer, _operand_of_result(tracer, result, function))
         if tracer.tape.type(found.at).is_bool:
-            raise TraceError(f"score function {name_of(function)}{defined_at(function)} returned booleans; a function that allows or forbids goes to mask=")
+            raise TraceError(f"score function {name_of(function)}{defined_at(function)} returned booleans; a function that allows or forbids goes to {AS_MASK}")
         score = tracer.cast(found, NAME_OF[dtype])
     return _finish(tracer, score.at)
 
@@ -131,6 +131,7 @@ def _writes(name: str) -> bool:
 
 _WRITERS = {getattr(torch.Tensor, name): name for name in dir(torch.Tensor) if _writes(name)}  # torch.compile tells functions apart, but not their names
 
+_LIBRARY = ("tilewise.masks", "tilewise.scores")
 _METADATA = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point"}
 
 
@@ -144,10 +145,15 @@ def _check_parameters(function: Callable[..., Any], count: int, kind: str, signa
     try:
         parameters.bind(*range(count))
     except TypeError:
+        if type(function).__module__ in _LIBRARY:  # a mask or score: calling it will tell (named.py)
+            return
         given = len(parameters.parameters)
-        other = {("mask", 5): " It looks like a score function: pass it as score=.", ("score", 4): " It looks like a mask function: pass it as mask=."}
+        other = {
+            ("mask", 5): f" It looks like a score function: pass it as {AS_SCORE}.",
+            ("score", 4): f" It looks like a mask function: pass it as {AS_MASK}.",
+        }
         found = f"{name_of(function)}{defined_at(function)} takes {given} parameters: {parameters}."
-        maker = " It makes one: call it, and pass what it returns." if getattr(function, "__module__", None) in ("tilewise.masks", "tilewise.scores") else ""
+        maker = " It makes one: call it, and pass what it returns." if getattr(function, "__module__", None) in _LIBRARY else ""
         raise TraceError(f"a {kind} function takes {signature}, but {found}" + (maker or other.get((kind, given), ""))) from None
 
 

@@ -67,11 +67,12 @@ class Tracer:
 
     def _foreign(self, value: Any) -> int:
         """Numbers of other libraries (numpy's, say)."""
-        if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        is_number = getattr(value, "shape", ()) == ()
+        if is_number and hasattr(value, "item"):
             return self.operand(value.item())
-        if hasattr(value, "__index__"):
+        if is_number and hasattr(value, "__index__"):
             return self.operand(value.__index__())
-        if hasattr(value, "__float__"):
+        if is_number and hasattr(value, "__float__"):
             return self.operand(value.__float__())
         raise refuse(f"{type(value).__name__} {value!r} cannot be used with b, h, q, kv or score; use numbers or tensors")
 

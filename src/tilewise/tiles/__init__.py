@@ -2,7 +2,7 @@
 
 from tilewise.tiles.build import dense_capture
 from tilewise.tiles.chosen import ChosenTiles, mask_geometry, sharpened
-from tilewise.tiles.geometry import EMPTY, FULL, PARTIAL, Geometry
+from tilewise.tiles.geometry import EMPTY, FULL, PARTIAL, Geometry, check_tile
 from tilewise.tiles.look import Look
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.sources import Extent, MaskReading, from_block_mask, read_mask, tile_map
@@ -19,6 +19,7 @@ __all__ = [
     "MaskReading",
     "Runs",
     "TileMap",
+    "check_tile",
     "dense_capture",
     "from_block_mask",
     "from_call",

@@ -2,10 +2,27 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from tilewise.errors import InputError
+from tilewise.named import is_whole
+
 EMPTY, PARTIAL, FULL = 0, 1, 2  # states of a tile: nothing allowed, some, everything
+
+
+def check_tile(who: str, tile: Any) -> None:
+    if not isinstance(tile, (tuple, list)) or len(tile) != 2 or not all([is_whole(size) for size in tile]):
+        advice = f"; write tile=({tile}, {tile})" if is_whole(tile) else ""
+        raise InputError(f"{who}: tile is a pair of whole numbers, the queries and keys of a tile, got {tile!r}{advice}")
+
+
+def check_cut(who: str, q_len: int, kv_len: int, tile: Any) -> None:
+    """Raises unless a map of these lengths can be cut into such tiles."""
+    check_tile(who, tile)
+    if min(q_len, kv_len) < 0 or min(tile) < 1:
+        raise InputError(f"{who} takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tilewise.masks import Mask, MaskFunction, as_mask
 from tilewise.memory import can_be_looked_at
 from tilewise.tiles.build import build
 from tilewise.tiles.chosen import MOST_TILES, MOST_TILES_ON_CPU, ChosenTiles, lazy_runs, mark, mask_geometry, nothing_chosen, tiles_of
-from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
+from tilewise.tiles.geometry import FULL, PARTIAL, Geometry, check_cut
 from tilewise.tiles.runs import Runs, trimmed
 
 
@@ -31,8 +31,7 @@ def of_lists(
     indices: Tensor, counts: Tensor | None, q_len: int, kv_len: int, tile: tuple[int, int], always: Sequence[tuple[int, int]], mask: Mask | MaskFunction | None
 ) -> Listed:
     """The listed tiles are full; where a mask decides, those that it cuts are partial and those that it forbids are left out."""
-    if min(q_len, kv_len) < 0 or min(tile) < 1:
-        raise InputError(f"from_lists takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
+    check_cut("from_lists", q_len, kv_len, tile)
     geometry = Geometry(*_lead(indices), q_len, kv_len, tile)
     _check(indices, counts, geometry)
     for first, end in always:

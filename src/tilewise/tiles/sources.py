@@ -11,7 +11,7 @@ from tilewise.masks import Grid, Mask, broadcast_load
 from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.sizes import broadcasts
 from tilewise.tiles.chosen import MOST_TILES, ChosenTiles, mark, nothing_chosen, tiles_of
-from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
+from tilewise.tiles.geometry import FULL, PARTIAL, Geometry, check_cut
 from tilewise.tiles.runs import Runs, trimmed
 from tilewise.tiles.tilemap import TileMap, from_call, from_chosen
 
@@ -161,8 +161,7 @@ def tile_map(
     `batch` and `heads` are needed only if the mask depends on b or h. The map lies on `device`, by default where the
     tensors the mask captures are.
     """
-    if min(q_len, kv_len) < 0 or min(tile) < 1:
-        raise InputError(f"tile_map takes lengths >= 0 and tiles >= 1, got q_len={q_len}, kv_len={kv_len}, tile={tile}")
+    check_cut("tile_map", q_len, kv_len, tile)
     extent = Extent(1 if batch is None else batch, 1 if heads is None else heads, q_len, kv_len)
     if isinstance(mask, Mask) and 0 not in extent:
         several = {axis: size for axis, size in (("b", extent.batch), ("h", extent.heads)) if size > 1}  # one may stand for all

@@ -13,7 +13,7 @@ from tilewise.lang import BoundProgram, gathered, shifted
 from tilewise.masks import Mask, MaskFunction
 from tilewise.tiles.build import build
 from tilewise.tiles.chosen import ChosenTiles, lazy_runs
-from tilewise.tiles.geometry import FULL, PARTIAL, Geometry
+from tilewise.tiles.geometry import FULL, PARTIAL, Geometry, check_tile
 from tilewise.tiles.lists import of_lists
 from tilewise.tiles.look import Look
 from tilewise.tiles.runs import Runs, from_entries, from_sets
@@ -152,6 +152,7 @@ class TileMap:
         g = self.geometry
         if tile == g.tile:
             return self
+        check_tile("recut", tile)
         if not self.given:
             assert self.mask is not None
             return from_call(self.mask, replace(g, tile=tile), self.name, self.device)

@@ -1,6 +1,6 @@
 """`tilewise bench model`: one whole model on this machine with every attention, as a table and as bars."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ def table(found: Measured) -> Table:
     return drawn
 
 
-def notes(found: Measured) -> list[str]:
-    """What is said below the table."""
+def notes(found: Measured, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
+    """What is said below the table, of which implementations were asked for too."""
     said = []
     for mode, results in found.modes.items():
         more = shown.microseconds_a_layer(found.row, results) if found.row.host_layers else None
@@ -75,6 +75,8 @@ def notes(found: Measured) -> list[str]:
             said.append(f"{mode}: tilewise takes {more:+.0f} us a layer more than SDPA")
     if found.settings.device.startswith("cuda") and "fa3" in found.row.implementations and not has_fa3():
         said.append(shown.NO_FA3)
+    if not found.settings.device.startswith("cuda") and "flex" in found.row.implementations and not only and "flex" not in skip:
+        said.append(shown.NO_FLEX)
     return said
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise.errors import InputError
+from tilewise.errors import InputError, meant
 from tilewise.tools.bench_models import diffusion, language
 from tilewise.tools.bench_models.workload import Scale, Workload
 
@@ -104,14 +104,14 @@ ROWS = {
 
 def find(name: str) -> Row:
     if name not in ROWS:
-        raise InputError(f"there is no model {name!r}; there are {', '.join(ROWS)}")
+        raise InputError(f"there is no model {name!r}; there are {', '.join(ROWS)}{meant(name, ROWS)}")
     return ROWS[name]
 
 
 def check(implementations: Sequence[str]) -> None:
     for name in implementations:
         if name not in IMPLEMENTATIONS:
-            raise InputError(f"there is no implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
+            raise InputError(f"there is no implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}{meant(name, IMPLEMENTATIONS)}")
 
 
 def check_modes(row: Row, modes: Sequence[str]) -> None:
@@ -131,13 +131,20 @@ def has_fa3() -> bool:
     return importlib.util.find_spec("flash_attn_interface") is not None
 
 
+def why_not(implementation: str, scale: Scale) -> str | None:
+    """Why this machine cannot run an implementation."""
+    reasons = ["a GPU"] if implementation in GPU_ONLY and scale.device.type != "cuda" else []
+    reasons += ["flash_attn_interface, which is not installed"] if implementation == "fa3" and not has_fa3() else []
+    return f"{implementation} needs {' and '.join(reasons)}" if reasons else None
+
+
 def jobs_of(row: Row, scale: Scale, modes: Sequence[str] = (), only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Job]:
     """What to measure of a row; nothing given means all that this machine can do. On a CPU, flex is left out unless it is named: compiling takes minutes."""
     cuda = scale.device.type == "cuda"
     if row.needs_gpu and not cuda:
         return []
-    left_out = {*skip, *(() if cuda else GPU_ONLY), *(() if has_fa3() else ("fa3",)), *(() if cuda or "flex" in only else ("flex",))}
-    chosen = [name for name in row.implementations if name not in left_out and (not only or name in only)]
+    left_out = {*skip, *(() if cuda or "flex" in only else ("flex",))}
+    chosen = [n for n in row.implementations if n not in left_out and (not only or n in only) and why_not(n, scale) is None]
     return [Job(row.name, mode, chosen) for mode in row.modes if chosen and (not modes or mode in modes)]
 
 

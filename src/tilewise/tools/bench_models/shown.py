@@ -6,6 +6,7 @@ from tilewise.tools.bench_models.processes import Result
 from tilewise.tools.bench_models.rows import Row
 
 NO_FA3 = "FlashAttention 3 is not among them: flash_attn_interface cannot be imported."
+NO_FLEX = "FlexAttention is not among them: on a CPU it may take minutes. --impl flex measures it; --impl may be repeated, to have others beside it."
 COLUMNS = ("implementation", "ms", "speedup", "peak GiB", "first call, s", "difference")
 NOTHING = "-"  # a cell without a number
 
