@@ -592,7 +592,7 @@ def _numbers(given: Any, count: int, who: str, what: str) -> tuple[int, ...]:
     is_one = isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, Tensor) and given.dim() == 0)
     found = (given,) * count if is_one else tuple(given)
     if not all([is_whole(n) for n in found]):
-        raise InputError(f"{who}: {what} is a whole number, or one for each axis of the grid, got {given!r}")
+        raise InputError(f"{who}: {what} takes whole numbers, one for each axis of the grid (or one for all), got {given!r}")
     return tuple(int(n) if isinstance(n, Tensor) else n for n in found)
 
 
