@@ -567,7 +567,7 @@ def per_batch(choices: Sequence["Mask | MaskFunction"], which: Tensor) -> Mask:
 def _integers(tensor: Tensor, dims: int | tuple[int, ...], who: str) -> Tensor:
     allowed = (dims,) if isinstance(dims, int) else dims
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() not in allowed:
-        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{type(tensor).__name__}; torch.tensor makes one of a list"
         raise InputError(f"{who} takes an integer tensor with {' or '.join(map(str, allowed))} dimension(s), got {given}")
     return tensor
 

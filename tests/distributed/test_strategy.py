@@ -221,6 +221,7 @@ def test_a_simulation_is_a_table() -> None:
     assert all(row.name in str(found) for row in found.rows) and "not measured" in str(found)
     assert max(map(len, str(found).splitlines()[:-3])) <= 120 and found.rows[1].name in found._repr_html_()
     assert simulate(None, ranks=3, length=1000).rows[0].imbalance < 1.4
+    assert "64 heads on 8" in str(found) and "4 heads on 4" in str(simulate(None, ranks=3, length=1000, heads=4))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

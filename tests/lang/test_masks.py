@@ -424,6 +424,11 @@ def test_numbers_of_tokens_may_be_numpys(name: str, right: Any) -> None:
     assert mask.traced().program.text == same.traced().program.text
 
 
+def test_a_list_in_a_tensors_place_is_told_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"per_batch takes an integer tensor with 1 dimension\(s\), got list; torch.tensor makes one of a list"):
+        masks.per_batch([masks.causal, masks.full], [0, 1])  # type: ignore[arg-type]  # on purpose
+
+
 def test_the_number_of_tokens_is_named() -> None:
     with pytest.raises(InputError, match=r"^sliding_window takes whole numbers, got left='5' \(str\); give an int$"):
         masks.sliding_window("5")

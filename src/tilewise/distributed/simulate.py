@@ -69,8 +69,8 @@ def simulate(
     ranks: int,
     length: int | None = None,
     tokens_per_rank: int = 8192,
-    heads: int = 64,
-    kv_heads: int = 8,
+    heads: int | None = None,
+    kv_heads: int | None = None,
     head_dim: int = 128,
     v_dim: int | None = None,
     batch: int = 1,
@@ -80,9 +80,13 @@ def simulate(
 ) -> Simulation:
     """The layout that would be chosen for a mask (None: full attention) on so many ranks, beside contiguous, zigzag, fine chunks, gathered keys and heads.
 
-    `length` is that of the sequence, `ranks * tokens_per_rank` unless given. `machine` is a node of 8 Hopper GPUs with a network of 400 Gbit/s each.
+    `length` is that of the sequence, `ranks * tokens_per_rank` unless given. Without `heads`, 64 heads on 8; with it, `kv_heads` is as many unless given.
+    `machine` is a node of 8 Hopper GPUs with a network of 400 Gbit/s each.
     """
     length = ranks * tokens_per_rank if length is None else length
+    if kv_heads is None:
+        kv_heads = 8 if heads is None else heads
+    heads = 64 if heads is None else heads
     machine = Machine.of("cuda") if machine is None else machine
     shape = Shape(batch, heads, kv_heads, head_dim, head_dim if v_dim is None else v_dim, dtype.itemsize)
     if mask is None:
