@@ -128,7 +128,7 @@ def test_a_training_step() -> None:
 
     def gradients() -> list[Tensor]:
         made.zero_grad()
-        sum(made(**given, return_dict=False)[0].square().mean() for given in (small, large)).backward()  # type: ignore[union-attr]
+        sum(made(**given, return_dict=False)[0].square().mean() for given in (small, large)).backward()  # type: ignore[union-attr]  # no int
         return [p.grad.clone() for p in made.parameters() if p.grad is not None]
 
     with client.sparse(made, keep=0.3):

@@ -111,7 +111,7 @@ def test_scales_that_do_not_fit() -> None:
     with pytest.raises(tw.InputError, match=r"k_scale must be a number, or a float tensor with one for each of the 2 kv heads, got torch.float32 \(3,\)"):
         tw.attention(q, k, v, k_scale=torch.ones(3))
     with pytest.raises(tw.InputError, match=r"v_scale must be a number, .* got list"):
-        tw.attention(q, k, v, v_scale=[1.0, 2.0])  # type: ignore[call-overload]
+        tw.attention(q, k, v, v_scale=[1.0, 2.0])  # type: ignore[call-overload]  # on purpose
 
 
 def test_explain_says_so() -> None:

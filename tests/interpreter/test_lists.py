@@ -112,7 +112,7 @@ def test_lists_for_all_heads_under_masks_that_differ_stay_partial(monkeypatch: p
     check(query_schedule(problem(found, 1, 3, 200, 200, "cpu"), (32, 64)), found.dense().repeat_interleave(2, 2)[:, :, :7], True)
     monkeypatch.setattr(device_map, "MAX_LOOKED_AT", 1000)  # too large a mask to ask beforehand, likewise
     large = chosen_map(random_lists(1, 1, (200, 200), (64, 64), 3, 1), (200, 200), (64, 64), mask=masks.causal)
-    states = (large.chosen.states != EMPTY).to(torch.uint8) * PARTIAL  # type: ignore[union-attr]
+    states = (large.chosen.states != EMPTY).to(torch.uint8) * PARTIAL  # type: ignore[union-attr]  # lists were given
     check(query_schedule(problem(large, 1, 3, 200, 200, "cpu"), (64, 64)), states, True)
 
 
