@@ -30,7 +30,7 @@ def run(rank):
         target(*sys.argv[6:])
         dist.barrier()
         code = 0
-    except BaseException:
+    except BaseException:  # whatever ended this rank, the test prints it
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

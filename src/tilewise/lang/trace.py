@@ -89,7 +89,7 @@ def _item_assignments() -> int:
 
 
 # Dynamo runs the function as it is and goes on with the number. What torch.compiler.assume_constant_result does, which would import Dynamo with tilewise.
-_item_assignments._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets
+_item_assignments._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any
 
 
 class _Watch(TorchFunctionMode):
