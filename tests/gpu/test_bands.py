@@ -29,9 +29,8 @@ def band(low: int, high: int) -> Any:
 
 def case(dim: int, lengths: tuple[int, int], limits: tuple[int, int], **more: Any) -> Case:
     name = f"band {dim} {lengths} {limits} {sorted(more)}"
-    return Case(
-        name, heads=4, kv_heads=2, q_len=lengths[0], kv_len=lengths[1], head_dim=dim, mask=function(band(*limits)), **{"through": ("out", "lse"), **more}
-    )
+    given = {"heads": 4, "kv_heads": 2, "through": ("out", "lse"), **more}
+    return Case(name, q_len=lengths[0], kv_len=lengths[1], head_dim=dim, mask=function(band(*limits)), **given)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
