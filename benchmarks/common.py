@@ -126,6 +126,7 @@ def arguments(description: str, *flags: tuple[str, str]) -> argparse.Namespace:
     """The command line every benchmark has, with its own flags (name, help)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help=f"also write the report under {RESULTS.relative_to(Path(__file__).parents[1])}/")
+    parser.add_argument("--name", default=Path(sys.argv[0]).stem, help="the saved report's name (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="CPU threads torch may use (default: %(default)s)")
     for name, text in flags:
         parser.add_argument(name, action="store_true", help=text)
@@ -159,12 +160,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def report(script: str, options: argparse.Namespace, title: str, sections: Sequence[str]) -> None:
     """Print the report and, if asked, save it under the script's name."""
-    command = " ".join(["python", f"benchmarks/{Path(script).name}", *[f"--{name}" for name, value in vars(options).items() if value is True]])
+    named = [] if options.name == Path(script).stem else ["--name", options.name]
+    command = " ".join(["python", f"benchmarks/{Path(script).name}", *[f"--{name}" for name, value in vars(options).items() if value is True], *named])
     text = "\n\n".join([f"# {title}", f"Measured on: {machine(options.threads)}.  \nRepeat with: `{command}`", *sections])
     print("\n" + text)
     if options.save:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{Path(script).stem}.md"
+        path = RESULTS / f"{options.name}.md"
         path.write_text(text + "\n")
         print(f"\nsaved to {path}")
 

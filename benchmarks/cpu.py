@@ -103,6 +103,23 @@ def beside_sdpa() -> str:
     return "## Beside SDPA\n\nBatch 1, 8 heads.\n\n" + "\n\n".join(parts) + f"\n\n{share}"
 
 
+def short_sequences() -> str:
+    """Lengths that do not fill tiles: text encoders (77), vision transformers (197, 257), small images."""
+    rows = []
+    for dim in (64, 128):
+        for length in (64, 77, 128, 197, 257, 304):
+            q, k, v = inputs(length, dim, torch.float32)
+            grad = torch.randn_like(q)
+            calls = [lambda q=q, k=k, v=v: tw.attention(q, k, v, backend="cpp"), lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v)]
+            with torch.no_grad():
+                ours, theirs = in_turn(calls, seconds=0.5)
+            steps = in_turn([lambda f=f, t=(q, k, v), g=grad: torch.autograd.grad(f(), t, g) for f in calls], seconds=0.5)
+            found = [f"{1e3 * ours:.0f} µs", f"{1e3 * theirs:.0f} µs", verdict(theirs / ours, 1.0)]
+            rows.append([f"D{dim} S{length}", *found, *[f"{1e3 * t:.0f} µs" for t in steps], verdict(steps[1] / steps[0], 1.0)])
+    header = ["fp32", "forward", "SDPA", "ratio", "forward and backward", "SDPA", "ratio"]
+    return "## Short sequences\n\nBatch 1, 8 heads, full. Target: 1.\n\n" + table(header, rows)
+
+
 def beside_flex(length: int = 4096, dim: int = 64) -> str:
     slopes = torch.tensor([2.0 ** -(h + 1) for h in range(HEADS)])
     ids = torch.arange(length) // (length // 8)
@@ -208,7 +225,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     begin, before = time.perf_counter(), _busy_elsewhere()
-    sections = [beside_sdpa(), decoding(), host_time(), building()]
+    sections = [beside_sdpa(), short_sequences(), decoding(), host_time(), building()]
     if not options.quick:
         sections += [beside_flex(), long_window()]
     busy = (_busy_elsewhere() - before) / (time.perf_counter() - begin)

@@ -70,6 +70,37 @@ def test_decoding_does_not_hear_masked_keys(value: float) -> None:
     assert tw.attention(query, spoilt, spoilt, backend="cpp").isnan().all()
 
 
+# -- tiles that are not full -----------------------------------------------------------------------------------------
+
+LEARNED = torch.linspace(-1, 1, 150).requires_grad_()
+TAILS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "a score that learns": {"score": scores.bias(LEARNED)},
+    "dropout": {"dropout_p": 0.3, "seed": 2},
+}
+
+
+@available
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", TAILS)
+def test_what_lies_in_unused_lanes_is_not_looked_at(name: str, dtype: torch.dtype) -> None:
+    """Of a tile's lanes only some are computed where queries end. Scratch memory is full of NaN from the call before."""
+    torch.manual_seed(0)
+    drowned = [torch.full((1, 2, 128, 24), torch.nan, dtype=dtype, requires_grad=True) for _ in range(3)]
+    for queries in (1, 8, 15, 16, 17, 32, 33, 64 + 1, 64 + 31, 64 + 33, 128):
+        given = [torch.randn(1, 2, length, 24).to(dtype).requires_grad_() for length in (queries, 150, 150)]
+        grad, found = torch.randn(1, 2, queries, 24).to(dtype), {}
+        learned = [LEARNED] if "score" in TAILS[name] else []
+        tw.attention(*drowned, backend="cpp").sum().backward()
+        for engine, tensors in (("cpp", given), ("reference", [t.detach().double().requires_grad_() for t in given])):
+            out = tw.attention(*tensors, backend=engine, **TAILS[name])
+            found[engine] = [out, *torch.autograd.grad(out, [*tensors, *learned], grad.to(out.dtype))]
+        near = {torch.float64: 1e-11, torch.float32: 2e-5}.get(dtype, 3e-2)
+        for ours, wanted in zip(found["cpp"], found["reference"], strict=True):
+            torch.testing.assert_close(ours.double(), wanted.double(), rtol=near, atol=near)
+
+
 # -- keys and values in panels ---------------------------------------------------------------------------------------
 
 

@@ -440,18 +440,24 @@ def test_16_bit_inputs_without_a_mask_on_a_cpu(dtype: torch.dtype) -> None:
     if tw.explain(q, q, q, backend="cpp").engine == "cpp":  # there is a compiler
         assert found.engine == "cpp" and "16-bit" in next(v.reason for v in found.verdicts if v.engine == "native")
     assert tw.explain(q, q, q, backend="native").engine == "native"
-    assert tw.explain(q.float(), q.float(), q.float()).engine == "native"
 
 
-def test_long_float32_inputs_without_a_mask_on_a_cpu() -> None:
-    """SDPA gets what is short, and all that a graph holds."""
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_float32_inputs_without_a_mask_on_a_cpu() -> None:
+    """SDPA gets what is short, and float64."""
 
-    def engine(queries: int, keys: int, dtype: torch.dtype = torch.float32) -> str | None:
-        q, k = torch.zeros((1, 2, queries, 16), dtype=dtype), torch.zeros((1, 2, keys, 16), dtype=dtype)
+    def engine(queries: int, keys: int, dim: int = 16, dtype: torch.dtype = torch.float32, learns: bool = False) -> str | None:
+        q, k = (torch.zeros((1, 2, length, dim), dtype=dtype, requires_grad=learns) for length in (queries, keys))
+        with torch.no_grad():
+            assert tw.explain(q, k, k).engine == tw.explain(q.detach(), k.detach(), k.detach()).engine
         return tw.explain(q, k, k).engine
 
-    long = "cpp" if missing() is None else "native"
-    assert [engine(320, 320), engine(320, 64), engine(319, 320), engine(320, 63), engine(320, 320, torch.float64)] == [long, long, *["native"] * 3]
+    assert [engine(64, 64), engine(64, 64, 128), engine(63, 64), engine(64, 63), engine(64, 64, dtype=torch.float64)] == ["cpp"] * 2 + ["native"] * 3
+    assert [engine(192, 64, 64, learns=True), engine(320, 64, 65, learns=True)] == ["cpp"] * 2
+    assert [engine(191, 64, 64, learns=True), engine(319, 64, 65, learns=True), engine(320, 63, learns=True)] == ["native"] * 3
+
+
+def test_graphs_keep_sdpa_for_float32_without_a_mask() -> None:
     graphs = []
     compiled = torch.compile(lambda q: tw.attention(q, q, q), fullgraph=True, backend=lambda graph, inputs: (graphs.append(graph.code), graph.forward)[1])
     compiled(torch.zeros(1, 2, 320, 16))

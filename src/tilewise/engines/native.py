@@ -13,9 +13,9 @@ from tilewise.core.problem import Problem
 from tilewise.engines.base import NOTHING, Engine, Request, is_plain, rows_are_aligned
 from tilewise.tiles import dense_capture
 
-# From so many on, the C++ engine takes less time for float32 than SDPA on a CPU, forward and backward, with AVX2 and AVX-512: with fewer, most of its
-# tiles of 64 x 64 may lie past the end.
-FUSED_QUERIES, FUSED_KEYS = 320, 64
+# From so many on, the C++ engine takes no more time for float32 than SDPA on a CPU, with AVX2 (with AVX-512 from fewer on): forward alone; with gradients,
+# which cost a fixed time more, of heads up to NARROW, and of wider ones.
+FUSED_QUERIES, TRAINED_QUERIES, TRAINED_WIDE_QUERIES, FUSED_KEYS, NARROW = 64, 192, 320, 64, 64
 SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, even if the name in torch.nn.functional was monkeypatched
 
 
@@ -49,6 +49,12 @@ def _may_reach_cudnn(problem: Problem) -> bool:
     if problem.device.type != "cuda" or problem.dtype.itemsize != 2 or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(problem.device) >= (8, 0)
+
+
+def _fused_queries(problem: Problem) -> int:
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in problem.tensors]):
+        return FUSED_QUERIES
+    return TRAINED_QUERIES if max(problem.head_dim, problem.v_dim) <= NARROW else TRAINED_WIDE_QUERIES
 
 
 class NativeEngine(Engine):
@@ -102,8 +108,8 @@ class NativeEngine(Engine):
             return "the C++ engine computes 16-bit inputs faster, and their gradients several times as fast"
         if torch.compiler.is_compiling():  # a graph keeps torch's own operation, whatever the lengths: they may vary
             return None
-        if problem.dtype == torch.float32 and fused and problem.q_len >= FUSED_QUERIES and problem.kv_len >= FUSED_KEYS:
-            return f"the C++ engine is faster from {FUSED_QUERIES} queries and {FUSED_KEYS} keys on"
+        if problem.dtype == torch.float32 and fused and problem.q_len >= _fused_queries(problem) and problem.kv_len >= FUSED_KEYS:
+            return f"the C++ engine is faster from {_fused_queries(problem)} queries and {FUSED_KEYS} keys on"
         return None
 
     def _leaks(self, problem: Problem, fused: bool) -> str | None:

@@ -8,7 +8,7 @@ from tilewise.engines.cpp.tile_schedule import TileSchedule
 from tilewise.lang import derive
 
 MAX_DECODE_QUERIES, MIN_SPLIT_KEYS, MAX_SPLITS = 4, 512, 32  # when a forward is decoding, and how its keys are split
-MAX_CHUNKS, MIN_CHUNK_TILES = 16, 8  # backward: chunks of keys over all (batch, kv head); key tiles in each
+MAX_CHUNKS, MIN_CHUNK_TILES = 16, 2  # backward: chunks of keys over all (batch, kv head); key tiles in each
 MAX_COPIES, MAX_COPIES_BYTES = 8, 2**28  # private copies of captures' gradients that every item adds to
 
 

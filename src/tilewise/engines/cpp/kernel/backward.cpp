@@ -156,7 +156,7 @@ struct RowStats {
 };
 
 // weight = P = exp(final - lse), ds = P * (dP - delta), both 0 where not attended. On entry ds holds dP.
-void weights_and_ds(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 n, bool all_attended) {
+void weights_and_ds(const Backward& f, KeyTile& t, const Block& k, i64 lanes, i64 kv0, i64 n, bool all_attended) {
     const Problem& p = f.problem;
     const RowStats stats(f, k);
     if (p.dropout_threshold) dropout_keep_tile(p, k.b, k.h, k.first, kv0, n, t.dropout_keep);
@@ -165,7 +165,7 @@ void weights_and_ds(const Backward& f, KeyTile& t, const Block& k, i64 kv0, i64 
         for (i64 x = 0; x < n * LANES; x++) t.ds[x] = t.dropout_keep[x] ? t.ds[x] * scale : 0;
     constexpr int N = 2;  // vectors at a time
     constexpr i64 STRIDE = WIDTH<real>;
-    for (i64 x = 0; x < LANES; x += N * STRIDE)
+    for (i64 x = 0; x < lanes; x += N * STRIDE)
         for (i64 j = 0; j < n; j++) {
             const i64 at = j * LANES + x;
             vec<real> w[N];
@@ -227,12 +227,12 @@ void accumulate(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq, bool a
     matrix_product(t.k_columns, KEYS, t.ds_pairs, LANES, dq, LANES, dp, LANES, depth, add);
 }
 #else
-void accumulate(const Backward& f, KeyTile& t, const Block& k, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
+void accumulate(const Backward& f, KeyTile& t, const Block& k, i64 lanes, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
     const Problem& p = f.problem;
     const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
     product<real>(t.weight, LANES, 1, columns_of_rows(dout.data, dout.stride), t.dv, dvp, n, dvp, k.count, 1, true);
     product<real>(t.ds, LANES, 1, columns_of_rows(q.data, q.stride), t.dk, dp, n, dp, k.count, 1, true);
-    product<real>(keys.data, 1, keys.stride, columns_of_rows((const real*)t.ds, LANES), dq, LANES, p.d, LANES, n, 1, add);
+    product<real>(keys.data, 1, keys.stride, columns_of_rows((const real*)t.ds, LANES), dq, LANES, p.d, lanes, n, 1, add);
 }
 #endif
 
@@ -257,12 +257,14 @@ void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 
     matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
     matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
     const bool plain = !scored && !p.dropout_threshold && p.scale > 0 && p.scale <= 1;
+    constexpr i64 lanes = LANES;
     if (!plain)
         for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
 #else
     constexpr bool plain = false;
-    product<real>(t.k.data, t.k.stride, 1, columns_of_panels((const real*)f.q_lanes + item * p.d * LANES, p.d), t.raw, LANES, n, LANES, p.d, (real)p.scale, false);
-    product<real>(t.v.data, t.v.stride, 1, columns_of_panels((const real*)f.do_lanes + item * p.dv * LANES, p.dv), t.ds, LANES, n, LANES, p.dv, 1, false);
+    const i64 lanes = lanes_of<real>(k.count);
+    product<real>(t.k.data, t.k.stride, 1, columns_of_panels((const real*)f.q_lanes + item * p.d * LANES, p.d), t.raw, LANES, n, lanes, p.d, (real)p.scale, false);
+    product<real>(t.v.data, t.v.stride, 1, columns_of_panels((const real*)f.do_lanes + item * p.dv * LANES, p.dv), t.ds, LANES, n, lanes, p.dv, 1, false);
 #endif
     if (scored) {
         __builtin_memcpy(t.final, t.raw, (size_t)(n * LANES) * sizeof(real));
@@ -272,7 +274,7 @@ void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 
     if (k.count < LANES && scored)
         for (i64 j = 0; j < n; j++)
             for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
-    if (!plain) weights_and_ds(f, t, k, kv0, n, !selective);
+    if (!plain) weights_and_ds(f, t, k, lanes, kv0, n, !selective);
     if (scored) ((ScoreDerivative)f.dscore)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
 #ifdef MATRIX_UNIT
     if (plain) {
@@ -291,8 +293,8 @@ void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 
 #else
     const Rows<real> q = block_rows(f.q_rows, p.query, k, item, dp), dout = block_rows(f.do_rows, f.grad_out, k, item, dvp);
     if (!selective || (t.finite && all_finite(q, k.count, p.d) && all_finite(dout, k.count, p.dv)))
-        return accumulate(f, t, k, q, dout, t.k, n, dq, dq_written);
-    accumulate(f, t, k, zero_nonfinite(q, k.count, p.d, t.q_copy, dp), zero_nonfinite(dout, k.count, p.dv, t.do_copy, dvp),
+        return accumulate(f, t, k, lanes, q, dout, t.k, n, dq, dq_written);
+    accumulate(f, t, k, lanes, zero_nonfinite(q, k.count, p.d, t.q_copy, dp), zero_nonfinite(dout, k.count, p.dv, t.do_copy, dvp),
                zero_nonfinite(t.k, n, p.d, t.k_copy, p.d), n, dq, dq_written);
 #endif
     accumulate_nonfinite(f, t, k, q, dout, n, dq);

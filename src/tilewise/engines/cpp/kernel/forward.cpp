@@ -17,7 +17,8 @@ namespace {
 
 constexpr real RESCALE_THRESHOLD = 8;  // rescale only when the max has grown by more than this, so weights stay below exp(8)
 
-struct QueryTile {  // the state of LANES queries
+struct QueryTile {  // the state of up to LANES queries
+    i64 lanes;      // those that are computed
     real* q;        // [d][LANES] Q^T in panels, once `has_q`
     bool has_q;
     real* acc;      // [dv][LANES] O^T
@@ -56,14 +57,14 @@ QueryTile make_tile(const Problem& p) {
 // Sets the base to the row max and rescales acc and total.
 void rebase(QueryTile& t, i64 dv) {
     real decay[LANES];
-    for (i64 x = 0; x < LANES; x += WIDTH<real>) {
+    for (i64 x = 0; x < t.lanes; x += WIDTH<real>) {
         const vec<real> row_max = load(t.row_max + x), base = row_max == -INFINITE<real> ? vec<real>{} : row_max;
         store(decay + x, exponential(load(t.base + x) - base));
         store(t.base + x, row_max);
         store(t.total + x, load(t.total + x) * load(decay + x));
     }
     for (i64 d = 0; d < dv; d++)
-        for (i64 l = 0; l < LANES; l++) t.acc[d * LANES + l] *= decay[l];
+        for (i64 l = 0; l < t.lanes; l++) t.acc[d * LANES + l] *= decay[l];
 }
 
 // Online softmax: turns scores into weights. The base is raised to the row max only once it is RESCALE_THRESHOLD behind, so that acc is seldom rescaled.
@@ -72,7 +73,7 @@ void softmax_step(QueryTile& t, i64 n, i64 dv) {
     constexpr i64 STRIDE = WIDTH<real>;
     i32 behind = 0;
     real* const scores = t.scores;
-    for (i64 x = 0; x < LANES; x += N * STRIDE) {
+    for (i64 x = 0; x < t.lanes; x += N * STRIDE) {
         vec<real> row_max[N];
         for (int i = 0; i < N; i++) row_max[i] = load(t.row_max + x + i * STRIDE);
         for (i64 j = 0; j < n; j++)
@@ -83,9 +84,9 @@ void softmax_step(QueryTile& t, i64 n, i64 dv) {
             }
         for (int i = 0; i < N; i++) store(t.row_max + x + i * STRIDE, row_max[i]);
     }
-    for (i64 l = 0; l < LANES; l++) behind |= t.row_max[l] > t.base[l] + RESCALE_THRESHOLD;
+    for (i64 l = 0; l < t.lanes; l++) behind |= t.row_max[l] > t.base[l] + RESCALE_THRESHOLD;
     if (behind) rebase(t, dv);
-    for (i64 x = 0; x < LANES; x += N * STRIDE) {
+    for (i64 x = 0; x < t.lanes; x += N * STRIDE) {
         vec<real> base[N], sum[N] = {};
         for (int i = 0; i < N; i++) {
             const vec<real> at = load(t.base + x + i * STRIDE);
@@ -130,10 +131,10 @@ void attend_block(const Problem& p, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_la
     const Rows<real> values = stored_rows(p, p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
     const bool has_nonfinite = (masked || p.score.by_query) && !all_finite(values, n, p.dv);
     const Rows<real> finite = has_nonfinite ? zero_nonfinite(values, n, p.dv, t.finite_values, p.dv) : values;
-    product<real>(keys.data, keys.stride, 1, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
+    product<real>(keys.data, keys.stride, 1, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, t.lanes, p.d, (real)p.scale, false);
     scores_to_weights(p, t, b, h, q0, q_last, kv0, n, masked, has_nonfinite);
-    product<real>(finite.data, 1, finite.stride, columns_of_rows((const real*)t.scores, LANES), t.acc, LANES, p.dv, LANES, n, 1, true);
-    if (has_nonfinite) add_attended_nonfinite<real>(t.final, 1, LANES, values, t.acc, 1, LANES, LANES, p.dv, n);
+    product<real>(finite.data, 1, finite.stride, columns_of_rows((const real*)t.scores, LANES), t.acc, LANES, p.dv, t.lanes, n, 1, true);
+    if (has_nonfinite) add_attended_nonfinite<real>(t.final, 1, LANES, values, t.acc, 1, LANES, t.lanes, p.dv, n);
 }
 
 // The index of the packed block that holds exactly the n keys from kv0 on; -1 if there is none.
@@ -185,9 +186,9 @@ bool attend_panels(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_l
     const i64 block = packed_block(f, b, h / (p.heads / p.kv_heads), kv0, n);
     if (block < 0 || !f.packed.finite[block]) return false;
     load_queries(p, t, b, h, q0, q_last);
-    product_of_panels((const real*)f.packed.keys + block * KEYS * p.d, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, LANES, p.d, (real)p.scale, false);
+    product_of_panels((const real*)f.packed.keys + block * KEYS * p.d, columns_of_panels((const real*)t.q, p.d), t.scores, LANES, n, t.lanes, p.d, (real)p.scale, false);
     scores_to_weights(p, t, b, h, q0, q_last, kv0, n, masked, false);
-    product_of_panels((const real*)f.packed.values + block * KEYS * p.dv, columns_of_rows((const real*)t.scores, LANES), t.acc, LANES, p.dv, LANES, n, (real)1, true);
+    product_of_panels((const real*)f.packed.values + block * KEYS * p.dv, columns_of_rows((const real*)t.scores, LANES), t.acc, LANES, p.dv, t.lanes, n, (real)1, true);
     return true;
 }
 
@@ -220,6 +221,7 @@ void attend(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i6
 
 void init_tile(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 count) {
     t.has_q = false;
+    t.lanes = lanes_of<real>(count);
     __builtin_memset(t.acc, 0, (size_t)(padded(f.problem.dv, 32) * LANES) * sizeof(real));
     for (i64 l = 0; l < LANES; l++) t.row_max[l] = t.base[l] = -INFINITE<real>, t.total[l] = 0;
 #ifdef MATRIX_UNIT

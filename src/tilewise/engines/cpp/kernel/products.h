@@ -49,7 +49,7 @@ __attribute__((noinline)) void product_block(const T* a, i64 a_row, i64 a_step, 
         }
 }
 
-template <int R> struct Count { static constexpr int value = R; };
+template <int N> struct Count { static constexpr int value = N; };
 
 // Cuts n_rows into blocks and calls do_block(Count<R>, i) for each: R rows from row i on.
 template <typename F> INLINE void in_blocks(i64 n_rows, F do_block) {
@@ -65,30 +65,37 @@ template <typename F> INLINE void in_blocks(i64 n_rows, F do_block) {
 
 template <typename T> constexpr i64 BLOCK_COLUMNS = BLOCK_VECTORS * WIDTH<T>;
 
-// B of a product: row k of the block of columns from x on lies at data + k * row + x * step.
+// B of a product: row k of the columns from x on lies at from(x) + k * row.
 template <typename E> struct Columns {
     const E* data;
-    i64 row, step;
+    i64 row, step;  // step: from one block of columns to the next, for each of its columns
+    INLINE const E* from(i64 x, i64 block) const { return data + x / block * block * step + x % block; }
 };
 template <typename E> INLINE Columns<E> columns_of_rows(const E* data, i64 row) { return {data, row, 1}; }
 // In panels, [columns / BLOCK_COLUMNS][n_k][BLOCK_COLUMNS]: what a block reads is one contiguous stream. In whole rows, 16 columns of 64 rows that are 256
 // bytes apart share a quarter of the first cache's sets.
 template <typename T> INLINE Columns<T> columns_of_panels(const T* data, i64 n_k) { return {data, BLOCK_COLUMNS<T>, n_k}; }
 
-template <typename T, int X, typename E>
-void product_columns(const T* a, i64 a_row, i64 a_step, const E* b, i64 b_row, T* c, i64 c_row, i64 n_rows, i64 n_k, T alpha, bool add) {
-    in_blocks(n_rows, [&](auto rows, i64 i) {
-        product_block<T, decltype(rows)::value, X>(a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, n_k, alpha, add);
-    });
+// Cuts n_columns, a multiple of the vector width, into blocks and calls do_block(Count<X>, x) for each: X vectors from column x on.
+template <typename T, typename F> INLINE void in_column_blocks(i64 n_columns, F do_block) {
+    i64 x = 0;
+    const auto next = [&](auto vectors) {
+        for (; x + vectors.value * WIDTH<T> <= n_columns; x += vectors.value * WIDTH<T>) do_block(vectors, x);
+    };
+    next(Count<BLOCK_VECTORS>{});
+    next(Count<2>{});
+    next(Count<1>{});
 }
 
-// The same for n_columns columns, a multiple of the vector width.
+// product_block for any number of rows, and n_columns columns, a multiple of the vector width.
 template <typename T, typename E = T>
 void product(const T* a, i64 a_row, i64 a_step, Columns<E> b, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
-    i64 x = 0;
-    for (; x + BLOCK_COLUMNS<T> <= n_columns; x += BLOCK_COLUMNS<T>)
-        product_columns<T, BLOCK_VECTORS>(a, a_row, a_step, b.data + x * b.step, b.row, c + x, c_row, n_rows, n_k, alpha, add);
-    for (; x < n_columns; x += WIDTH<T>) product_columns<T, 1>(a, a_row, a_step, b.data + x * b.step, b.row, c + x, c_row, n_rows, n_k, alpha, add);
+    in_column_blocks<T>(n_columns, [&](auto vectors, i64 x) {
+        in_blocks(n_rows, [&](auto rows, i64 i) {
+            constexpr int R = decltype(rows)::value, X = decltype(vectors)::value;
+            product_block<T, R, X>(a + i * a_row, a_row, a_step, b.from(x, BLOCK_COLUMNS<T>), b.row, c + i * c_row + x, c_row, n_k, alpha, add);
+        });
+    });
 }
 
 // -- panels of A -------------------------------------------------------------------------------------------------------
@@ -102,11 +109,12 @@ template <typename T> void pack_panels(const T* from, i64 step, i64 n_rows, i64 
     });
 }
 
-// A product whose A is packed in panels. n_columns is a multiple of BLOCK_COLUMNS.
+// A product whose A is packed in panels.
 template <typename T> void product_of_panels(const T* a, Columns<T> b, T* c, i64 c_row, i64 n_rows, i64 n_columns, i64 n_k, T alpha, bool add) {
-    for (i64 x = 0; x < n_columns; x += BLOCK_COLUMNS<T>)
+    in_column_blocks<T>(n_columns, [&](auto vectors, i64 x) {
         in_blocks(n_rows, [&](auto rows, i64 i) {
-            constexpr int R = decltype(rows)::value;
-            product_block<T, R, BLOCK_VECTORS>(a + i * n_k, 1, R, b.data + x * b.step, b.row, c + i * c_row + x, c_row, n_k, alpha, add);
+            constexpr int R = decltype(rows)::value, X = decltype(vectors)::value;
+            product_block<T, R, X>(a + i * n_k, 1, R, b.from(x, BLOCK_COLUMNS<T>), b.row, c + i * c_row + x, c_row, n_k, alpha, add);
         });
+    });
 }

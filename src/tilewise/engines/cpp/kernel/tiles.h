@@ -28,6 +28,9 @@ INLINE i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 at_least(i64 a, i64 b) { return a > b ? a : b; }
 INLINE i64 padded(i64 n, i64 to) { return (n + to - 1) / to * to; }
 
+// Of LANES, those that are computed for a tile of so many queries: whole pairs of vectors. What the others hold is not looked at.
+template <typename T> INLINE i64 lanes_of(i64 queries) { return padded(queries, 2 * WIDTH<T>); }
+
 // Bytes of a core's L2 cache.
 inline i64 l2_bytes() {
 #ifdef _SC_LEVEL2_CACHE_SIZE
