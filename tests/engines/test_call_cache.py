@@ -397,12 +397,17 @@ def test_structures_do_not_pile_up_and_those_in_use_stay(monkeypatch: pytest.Mon
     assert len(structure._prepared) == 4
 
 
-def test_templates_of_rows_make_contiguous_tensors() -> None:
-    from tilewise.engines.base import like_rows
+@pytest.mark.parametrize(("dtype", "inner"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
+def test_outputs_made_by_templates(dtype: torch.dtype, inner: torch.dtype) -> None:
+    from tilewise.core.problem import Options, make_problem
+    from tilewise.engines.base import EmptyOutputs
 
     for shape in ((2, 3, 5, 8), (1, 1, 1, 8), (3, 1, 7, 8), (2, 4, 1, 8)):
-        rows = torch.empty_like(like_rows(torch.empty(shape, dtype=torch.bfloat16)))
-        assert rows.shape == shape[:3] and rows.is_contiguous() and rows.dtype == torch.float32
+        query = torch.empty(shape, dtype=dtype)
+        output, filled = EmptyOutputs(make_problem(query, query, query, None, None, Options())[0])(query)
+        assert filled is output and output.out.shape == shape and output.out.dtype == dtype
+        for rows in (output.lse, output.max_score):
+            assert rows.shape == shape[:3] and rows.is_contiguous() and rows.dtype == inner
 
 
 # -- torch's SDPA ----------------------------------------------------------------------------------------------------

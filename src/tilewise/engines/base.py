@@ -13,7 +13,7 @@ from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 
-ALIGNED_FLOATS = 64  # where parts of one piece of memory begin: 256 bytes
+ALIGNED_NUMBERS = 64  # where parts of one piece of memory begin: 256 bytes
 
 
 class Request(NamedTuple):
@@ -123,9 +123,9 @@ class EmptyOutputs:
         out, like = like_query(query, problem.v_dim, problem.result_dtype), torch.empty_like(query)
         self._is_like_query = (out.shape, out.stride(), out.dtype) == (like.shape, like.stride(), like.dtype)
         self._shape, self._strides, self._dtype, self._device = tuple(out.shape), out.stride(), out.dtype, query.device
-        self._rows = like_rows(query)
-        half = -(-self._rows.numel() // ALIGNED_FLOATS) * ALIGNED_FLOATS
-        self._both, self._half_bytes = one_number(query.device).expand(2 * half), 4 * half
+        self._rows = one_number(problem).expand(query.shape[:3])
+        half = -(-self._rows.numel() // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
+        self._both, self._half_bytes = one_number(problem).expand(2 * half), half * self._rows.itemsize
 
     def __call__(self, query: Tensor, needs_lse: bool = True) -> tuple[Output, tuple[Tensor, Tensor, Tensor | int]]:
         """An output, and what kernels are to fill. They write lse and max_score, needed or not: where they are not, to one piece of memory, which is free again
@@ -141,13 +141,9 @@ class EmptyOutputs:
         return Output(out, *NOTHING), (out, room, room.data_ptr() + self._half_bytes)
 
 
-def like_rows(query: Tensor) -> Tensor:
-    """A (B, H, Sq) tensor of one number, to make contiguous float32 tensors of that shape from: the quickest way."""
-    return one_number(query.device).expand(query.shape[:3])
-
-
-def one_number(device: torch.device) -> Tensor:
-    return torch.empty((), dtype=torch.float32, device=device)
+def one_number(problem: Problem) -> Tensor:
+    """To make contiguous tensors of any shape from, for lse and max_score: the quickest way."""
+    return torch.empty((), dtype=problem.inner_dtype, device=problem.device)
 
 
 def rows_are_aligned(t: Tensor) -> bool:

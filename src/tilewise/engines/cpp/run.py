@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.core.output import Gradients, Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import attend_nothing, like_query, scalar_seed, sinks_gradient
+from tilewise.engines.base import EmptyOutputs, attend_nothing, like_query, scalar_seed, sinks_gradient
 from tilewise.engines.cpp import kernels, splits
 from tilewise.engines.cpp.arguments import BACKWARD, BACKWARD_CALL, FORWARD, FORWARD_CALL, address, laid_out, problem_values
 from tilewise.engines.cpp.libraries import library_of
@@ -85,27 +85,26 @@ class Forward:
         self._workspace = Workspace(split_bytes, *(UNPACKED if decoding else _packed_sizes(p, schedule.density)))
         self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype, p.result_dtype, p.key.dtype)
         self._prepared = struct.pack(FORWARD, *values, *laid_out(like_query(p.query, p.v_dim)), 0, 0, parts, 0, *UNPACKED)
-        self._v_dim, self._result = p.v_dim, p.result_dtype
-        self._rows = torch.empty((), dtype=p.inner_dtype, device=p.device).expand(p.query.shape[:3])  # to make contiguous tensors from: the quickest way
+        self._outputs = EmptyOutputs(p)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int) -> Output:
-        out, lse, max_score = like_query(query, self._v_dim, self._result), torch.empty_like(self._rows), torch.empty_like(self._rows)
+        output, _ = self._outputs(query)
         memory, buffers = self._workspace.borrow()
         call = pack_forward(
             torch.get_num_threads(),
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-            max_score.data_ptr(),
+            output.out.data_ptr(),
+            output.lse.data_ptr(),
+            output.max_score.data_ptr(),
             address(sinks),
             seed,
             *buffers,
         )
         self._kernel(self._prepared, call)
         give_back(memory)
-        return Output(out, lse, max_score)
+        return output
 
 
 def _no_schedule() -> TileSchedule:
