@@ -141,13 +141,13 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Te
     return torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
 
 
-# -- bfloat16 without the matrix unit --------------------------------------------------------------------------------
+# -- bfloat16 without products of pairs -------------------------------------------------------------------------------
 
 
 @available
 @pytest.mark.parametrize("name", ["causal", "alibi, then softcap", "gqa 6 over 2, mask per head", "strides: sliced", "head dim 59", "bare tiles"])
 def test_bfloat16_on_plain_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "uses_matrix_unit", lambda dtype: False)
+    monkeypatch.setattr(kernels, "in_pairs", lambda dtype: False)
     kernels.kernel.cache_clear()
     call_cache.forget()  # plans hold kernels
     try:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core import locks, store
-from tilewise.engines.cpp import compiler, libraries, matrix_unit, missing
+from tilewise.engines.cpp import compiler, libraries, missing, pairs
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS, CompilerError
 from tilewise.engines.cpp.libraries import Counts, Unit, key_of, library_of
 
@@ -99,14 +100,41 @@ def test_without_any_folder_the_call_is_still_right(tmp_path: Path, monkeypatch:
     assert caplog.text.count("calls with this program are served by") == 1
 
 
-def test_a_matrix_unit_that_could_not_be_tried_is_not_remembered_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_unit.compiler, "processor", lambda: "amx_bf16")
-    monkeypatch.setattr(matrix_unit.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(matrix_unit, "_granted", lambda: True)
-    usable = matrix_unit.usable.__wrapped__
-    for answer, known in ((None, False), (True, True), (False, True)):  # the last is not asked any more
-        monkeypatch.setattr(matrix_unit, "_try", lambda answer=answer: answer)
-        assert usable() == known
+def test_a_unit_that_could_not_be_tried_is_not_remembered_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs.compiler, "processor", lambda: "amx_bf16")
+    monkeypatch.setattr(pairs.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(pairs, "_granted", lambda: True)
+    unit = pairs.unit.__wrapped__
+    for answer, known in ((None, None), (True, pairs.UNITS[0]), (False, pairs.UNITS[0])):  # the last is not asked any more
+        monkeypatch.setattr(pairs, "_try", lambda u, answer=answer: answer)
+        assert unit() == known
+
+
+def test_the_fastest_unit_that_works_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(pairs, "_granted", lambda: False)
+    monkeypatch.setattr(pairs, "_try", lambda u: True)
+    for features, feature in (("avx512_bf16 amx_bf16", "avx512_bf16"), ("avx512_bf16", "avx512_bf16"), ("avx512f", None)):  # AMX is there, but not granted
+        monkeypatch.setattr(pairs.compiler, "processor", lambda features=features: features)
+        found = pairs.unit.__wrapped__()
+        assert (None if found is None else found.feature) == feature
+
+
+@pytest.mark.skipif(missing() is not None or platform.machine() != "x86_64", reason=str(missing() or "needs an x86-64 processor"))
+@pytest.mark.parametrize("name", ["probe", "forward", "backward"])
+@pytest.mark.parametrize("unit", pairs.UNITS, ids=lambda u: u.feature)
+def test_what_runs_on_a_unit_compiles(unit: pairs.Unit, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the probe did not, the unit would not be used, and nobody would be told."""
+    monkeypatch.setenv(compiler.TARGET, "sapphirerapids")
+    source = pairs.SOURCE if name == "probe" else f'#include "{name}.cpp"\n'
+    assert compiler.compiled(source, (*compiler.FOR_KERNELS, *unit.flags, *(() if name == "probe" else ("-DELEMENT=bfloat",))))
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("unit", pairs.UNITS, ids=lambda u: u.feature)
+def test_a_target_without_such_instructions_says_no(unit: pairs.Unit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.TARGET, "haswell" if platform.machine() == "x86_64" else "armv8-a")
+    assert pairs._try(unit) is False
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -113,13 +113,14 @@ def _nvrtc() -> Finding:
 
 def _compiler() -> Finding:
     """Whether the C++ compiler works."""
-    from tilewise.engines.cpp import compiler, matrix_unit, missing
+    from tilewise.engines.cpp import compiler, missing, pairs
 
     reason = missing()
     if reason is not None:
         return Finding("C++ compiler", "note", reason, compiler.INSTALL)
-    unit = "; bfloat16 products run on the matrix unit (AMX)" if matrix_unit.usable() else ""
-    return Finding("C++ compiler", "ok", f"{compiler.find()} {compiler.target()}{unit}")
+    unit = pairs.unit()
+    products = "" if unit is None else f"; bfloat16 products run on {unit.name}"
+    return Finding("C++ compiler", "ok", f"{compiler.find()} {compiler.target()}{products}")
 
 
 def _half_products() -> Finding:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewise.engines.cpp import matrix_unit
+from tilewise.engines.cpp import pairs
 from tilewise.engines.cpp.compiler import FOR_KERNELS
 from tilewise.engines.cpp.libraries import Unit, library_of
 
@@ -23,13 +23,13 @@ def kernel_unit(name: str, dtype: torch.dtype, result: torch.dtype, stored: torc
     and values, `dtype` if it is None."""
     type_flags = () if result == dtype else (f"-DRESULT={ELEMENT[result]}",)
     type_flags += () if stored is None or stored == dtype else (f"-DSTORED={STORED[stored]}",)
-    matrix_unit_flags = ("-DMATRIX_UNIT",) if uses_matrix_unit(dtype) else ()
-    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *type_flags, *matrix_unit_flags))
+    unit = pairs.unit() if in_pairs(dtype) else None
+    return Unit(f'#include "{name}.cpp"\n', (*FOR_KERNELS, f"-DELEMENT={ELEMENT[dtype]}", *type_flags, *(() if unit is None else unit.flags)))
 
 
-def uses_matrix_unit(dtype: torch.dtype) -> bool:
-    """Whether products run on the processor's matrix unit (AMX)."""
-    return dtype == torch.bfloat16 and matrix_unit.usable()
+def in_pairs(dtype: torch.dtype) -> bool:
+    """Whether products are of pairs of bfloat16 numbers."""
+    return dtype == torch.bfloat16 and pairs.unit() is not None
 
 
 @lru_cache(maxsize=32)

@@ -23,6 +23,7 @@ from tilewise.engines.cpp.tile_size import KEYS, LANES
 from tilewise.engines.cpp.workspace import Workspace, give_back
 
 PACKING_BYTES, UNPACKED = 2**19, (0, 0, 0)  # packing pays if the queries together read at least so many bytes of each key
+PAIRING_LANES = LANES  # or, for products of pairs, if so many lanes do
 pack_forward, pack_backward = struct.Struct(FORWARD_CALL).pack, struct.Struct(BACKWARD_CALL).pack
 
 
@@ -115,11 +116,15 @@ def _packed_sizes(p: Problem, density: float) -> tuple[int, int, int]:
     """Bytes of packed keys, packed values, and the "all finite" flag of each block. `density` is the share of queries that attend to a key."""
     if p.pages is not None:  # there may be room for far more keys than there are
         return UNPACKED
-    on_matrix_unit, itemsize = kernels.uses_matrix_unit(p.dtype), p.inner_dtype.itemsize
-    if not on_matrix_unit and density * p.q_len * (p.heads // p.kv_heads) * itemsize * max(p.head_dim, p.v_dim) < PACKING_BYTES:
+    in_pairs, itemsize, heads = kernels.in_pairs(p.dtype), p.inner_dtype.itemsize, density * (p.heads // p.kv_heads)
+    if in_pairs:
+        pays = heads * max(p.q_len, LANES // 2) >= PAIRING_LANES
+    else:
+        pays = heads * p.q_len * itemsize * max(p.head_dim, p.v_dim) >= PACKING_BYTES
+    if not pays:
         return UNPACKED
     blocks = p.batch * p.kv_heads * -(-p.kv_len // KEYS)
-    sizes = (2 * _pad32(p.head_dim), 2 * _pad32(p.v_dim)) if on_matrix_unit else (itemsize * p.head_dim, itemsize * p.v_dim)
+    sizes = (2 * _pad32(p.head_dim), 2 * _pad32(p.v_dim)) if in_pairs else (itemsize * p.head_dim, itemsize * p.v_dim)
     return blocks * KEYS * sizes[0], blocks * KEYS * sizes[1], blocks
 
 
@@ -210,7 +215,7 @@ class Backward:
 def _query_layouts(p: Problem, grad_out: Tensor, blocks: int) -> list[int]:
     """Bytes of the packed copies of Q and dO: transposed to lanes, by rows (0 if the tensor's own can be read), and the flags for "all finite"."""
     count = p.batch * p.heads * blocks
-    if kernels.uses_matrix_unit(p.dtype):
+    if kernels.in_pairs(p.dtype):
         pairs = [count * LANES * _pad32(d) * 2 for d in (p.head_dim, p.v_dim)]
         return [*pairs, *pairs, count]
     block, width = count * LANES * p.inner_dtype.itemsize, 64 // p.inner_dtype.itemsize

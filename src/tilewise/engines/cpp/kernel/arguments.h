@@ -58,7 +58,7 @@ struct Problem {
     Pages pages;
 };
 
-// Keys and values packed for the products, [batch, kv heads, blocks of 64 keys]. For the matrix unit: bfloat16, keys [64][padded d] and values
+// Keys and values packed for the products, [batch, kv heads, blocks of 64 keys]. For products of pairs: bfloat16, keys [64][padded d] and values
 // transposed, [padded dv][64]. Otherwise: panels in the compute type; null if there are too few queries to pay for packing.
 struct Packed {
     void *keys, *values;
@@ -80,9 +80,9 @@ struct Backward {
     const void *lse, *grad_lse;  // [batch, heads, n_q]; grad_lse may be absent
     void* delta;                 // [batch, heads, n_q]
     i64 blocks, blocks_per_tile;  // blocks of LANES queries: in one (batch, head), and in one tile of the map
-    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES] in panels; matrix unit: pairs of features
-    void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null if the tensor's own rows can be read; matrix unit: pairs of rows
-    uint8_t* finite;              // [batch, heads, blocks] matrix unit: whether Q and dO are all finite
+    void *q_lanes, *do_lanes;     // [batch, heads, blocks][d or dv][LANES] in panels; or pairs of features (pairs.h)
+    void *q_rows, *do_rows;       // [batch, heads, blocks][LANES][width], null if the tensor's own rows can be read; or pairs of rows
+    uint8_t* finite;              // [batch, heads, blocks] of pairs: whether Q and dO are all finite
     void* dq_lanes;               // [chunks][batch, heads, blocks][padded d][LANES]
     uint8_t* dq_written;          // [chunks][batch, heads, blocks] whether a chunk has written its share of dQ
     void *dq, *dk, *dv;           // contiguous, of type RESULT

@@ -5,8 +5,8 @@
 // One thread takes a chunk of the keys of one (batch, kv head) and all its queries: five products per tile, nothing recomputed. Each chunk has its own
 // sum for dQ; the sums are added in order at the end, so the result does not depend on thread timing.
 #include "tiles.h"
-#ifdef MATRIX_UNIT
-#include "amx.h"
+#ifdef PAIRS
+#include "pairs.h"
 #endif
 
 typedef compute_type<ELEMENT>::type real;
@@ -15,7 +15,7 @@ typedef void (*ScoreDerivative)(const Program*, i64 b, i64 h, i64 first, i64 row
 
 namespace {
 
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
 constexpr i64 FEATURE_STEP = STEP;  // features come in multiples of this
 #else
 constexpr i64 FEATURE_STEP = WIDTH<real>;
@@ -36,7 +36,7 @@ Block block_of(const Backward& f, i64 b, i64 h, i64 block) {
     return {b, h, first, at_most(LANES, end - first)};
 }
 
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
 // Packs rows as pairs of features, transposed [width / 2][LANES], and as pairs of rows [LANES / 2][width], the latter with NaN and Inf as 0.
 // Returns whether all are finite.
 bool pack_pairs(const bfloat* from, const i64* stride, i64 count, i64 n, u32* features, u32* rows) {
@@ -60,7 +60,7 @@ void preprocess_block(void* context, i64 item) {
     const ELEMENT* q = row_ptr<ELEMENT>(p.query, k.b, k.h, k.first);
     const ELEMENT* dout = row_ptr<ELEMENT>(f.grad_out, k.b, k.h, k.first);
     const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
     const i64 at = item * LANES / 2;
     const bool queries = pack_pairs(q, p.query.stride, k.count, p.d, (u32*)f.q_lanes + at * dp, (u32*)f.q_rows + at * dp);
     const bool gradients = pack_pairs(dout, f.grad_out.stride, k.count, p.dv, (u32*)f.do_lanes + at * dvp, (u32*)f.do_rows + at * dvp);
@@ -97,7 +97,7 @@ struct KeyTile {
     uint8_t* dropout_keep;  // [KEYS][LANES]
     Rows<real> k, v;
     bool finite;  // whether all keys and values are
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
     bfloat *k_rows, *v_rows, *k_columns;  // [KEYS][padded d], [KEYS][padded dv], [padded d][KEYS]
     bfloat *weight_rows, *ds_rows;        // [KEYS][LANES]
     u32* ds_pairs;                        // [KEYS / 2][LANES]
@@ -120,7 +120,7 @@ KeyTile make_tile(const Problem& p, i64 keys) {
     t.weight = scratch.take<real>(KEYS * LANES);
     t.ds = scratch.take<real>(KEYS * LANES);
     t.dropout_keep = scratch.take<uint8_t>(KEYS * LANES);
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
     t.k_rows = scratch.take<bfloat>(KEYS * dp);
     t.v_rows = scratch.take<bfloat>(KEYS * dvp);
     t.k_columns = scratch.take<bfloat>(KEYS * dp);
@@ -134,7 +134,7 @@ KeyTile make_tile(const Problem& p, i64 keys) {
     return t;
 }
 
-#ifndef MATRIX_UNIT
+#ifndef PAIRS
 // A block's rows: the packed copies, or the tensor's own.
 Rows<real> block_rows(const void* copies, const Tensor& t, const Block& k, i64 item, i64 width) {
     if (copies) return {(const real*)copies + item * LANES * width, width};
@@ -189,12 +189,12 @@ void weights_and_ds(const Backward& f, KeyTile& t, const Block& k, i64 lanes, i6
         for (i64 x = 0; x < n * LANES; x++) t.weight[x] = t.dropout_keep[x] ? t.weight[x] * scale : 0;
 }
 
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
 // The same without score or dropout: one pass from the unscaled products to the bfloat16 operands of the next products.
-void weights_and_ds_on_matrix_unit(const Backward& f, KeyTile& t, const Block& k, i64 n, bool all_attended) {
+void weights_and_ds_in_pairs(const Backward& f, KeyTile& t, const Block& k, i64 lanes, i64 n, bool all_attended) {
     const RowStats stats(f, k);
     const vec<float> scale = broadcast((float)f.problem.scale);
-    for (i64 x = 0; x < LANES; x += WIDTH<float>) {
+    for (i64 x = 0; x < lanes; x += WIDTH<float>) {
         const vec<float> lse = load(stats.lse + x), delta = load(stats.delta + x);
         for (i64 j = 0; j < padded(n, STEP); j += 2) {
             vec<float> weight[2], ds[2];
@@ -219,12 +219,12 @@ void weights_and_ds_on_matrix_unit(const Backward& f, KeyTile& t, const Block& k
 #endif
 
 // Adds a tile to dQ^T (or writes it, unless `add`), dK and dV. The scale of dQ and dK is applied at the end.
-#ifdef MATRIX_UNIT
-void accumulate(const Backward& f, KeyTile& t, i64 item, i64 n, real* dq, bool add) {
+#ifdef PAIRS
+void accumulate(const Backward& f, KeyTile& t, i64 lanes, i64 item, i64 n, real* dq, bool add) {
     const i64 dp = padded(f.problem.d, STEP), dvp = padded(f.problem.dv, STEP), depth = padded(n, STEP);
-    matrix_product(t.weight_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, LANES, true);
-    matrix_product(t.ds_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, LANES, true);
-    matrix_product(t.k_columns, KEYS, t.ds_pairs, LANES, dq, LANES, dp, LANES, depth, add);
+    pair_product(t.weight_rows, LANES, (const u32*)f.do_rows + item * LANES / 2 * dvp, dvp, t.dv, dvp, depth, dvp, lanes, true);
+    pair_product(t.ds_rows, LANES, (const u32*)f.q_rows + item * LANES / 2 * dp, dp, t.dk, dp, depth, dp, lanes, true);
+    pair_product(t.k_columns, KEYS, t.ds_pairs, LANES, dq, LANES, dp, lanes, depth, add);
 }
 #else
 void accumulate(const Backward& f, KeyTile& t, const Block& k, i64 lanes, Rows<real> q, Rows<real> dout, Rows<real> keys, i64 n, real* dq, bool add) {
@@ -248,21 +248,20 @@ void accumulate_nonfinite(const Backward& f, KeyTile& t, const Block& k, Rows<re
 void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 chunk, i64 kv0, i64 n, bool masked, double* const* gradients) {
     const Problem& p = f.problem;
     const i64 item = (k.b * p.heads + k.h) * f.blocks + block, dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP), last = k.first + k.count - 1;
+    const i64 lanes = lanes_of<real>(k.count);
     const bool scored = p.score.by_query != nullptr, selective = masked || scored;
     const i64 share = chunk * p.batch * p.heads * f.blocks + item;
     real* dq = (real*)f.dq_lanes + share * padded(p.d, DQ_STEP) * LANES;
     const bool dq_written = f.dq_written[share];
     f.dq_written[share] = true;
-#ifdef MATRIX_UNIT
-    matrix_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), LANES, dp, false);
-    matrix_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), LANES, dvp, false);
+#ifdef PAIRS
+    pair_product(t.k_rows, dp, (const u32*)f.q_lanes + item * dp / 2 * LANES, LANES, t.raw, LANES, padded(n, STEP), lanes, dp, false);
+    pair_product(t.v_rows, dvp, (const u32*)f.do_lanes + item * dvp / 2 * LANES, LANES, t.ds, LANES, padded(n, STEP), lanes, dvp, false);
     const bool plain = !scored && !p.dropout_threshold && p.scale > 0 && p.scale <= 1;
-    constexpr i64 lanes = LANES;
     if (!plain)
         for (i64 x = 0; x < n * LANES; x++) t.raw[x] *= (real)p.scale;
 #else
     constexpr bool plain = false;
-    const i64 lanes = lanes_of<real>(k.count);
     product<real>(t.k.data, t.k.stride, 1, columns_of_panels((const real*)f.q_lanes + item * p.d * LANES, p.d), t.raw, LANES, n, lanes, p.d, (real)p.scale, false);
     product<real>(t.v.data, t.v.stride, 1, columns_of_panels((const real*)f.do_lanes + item * p.dv * LANES, p.dv), t.ds, LANES, n, lanes, p.dv, 1, false);
 #endif
@@ -276,15 +275,15 @@ void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 
             for (i64 l = k.count; l < LANES; l++) t.final[j * LANES + l] = -INFINITE<real>;
     if (!plain) weights_and_ds(f, t, k, lanes, kv0, n, !selective);
     if (scored) ((ScoreDerivative)f.dscore)(&p.score, k.b, k.h, kv0, n, k.first, last, t.raw, t.final, t.ds, gradients);
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
     if (plain) {
-        weights_and_ds_on_matrix_unit(f, t, k, n, !selective);
+        weights_and_ds_in_pairs(f, t, k, lanes, n, !selective);
     } else {
-        rows_of_tile(t.weight, n, t.weight_rows);
-        rows_of_tile(t.ds, n, t.ds_rows);
-        pairs_of_tile(t.ds, n, t.ds_pairs);
+        rows_of_tile(t.weight, n, lanes, t.weight_rows);
+        rows_of_tile(t.ds, n, lanes, t.ds_rows);
+        pairs_of_tile(t.ds, n, lanes, t.ds_pairs);
     }
-    accumulate(f, t, item, n, dq, dq_written);
+    accumulate(f, t, lanes, item, n, dq, dq_written);
     if (t.finite && f.finite[item]) return;
     const Rows<real> q{t.q_copy, dp}, dout{t.do_copy, dvp};
     t.k = rows_of<bfloat>(p.key, k.b, k.h / (p.heads / p.kv_heads), kv0, n, p.d, t.keys, p.d);
@@ -304,7 +303,7 @@ void process_tile(const Backward& f, KeyTile& t, const Block& k, i64 block, i64 
 
 void load_keys(const Backward& f, KeyTile& t, i64 b, i64 hk, i64 kv0, i64 n) {
     const Problem& p = f.problem;
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
     const i64 dp = padded(p.d, STEP), dvp = padded(p.dv, STEP);
     const bool keys = pack_rows(row_ptr<bfloat>(p.key, b, hk, kv0), p.key.stride[2], p.key.stride[3], n, p.d, t.k_rows, dp);
     const bool values = pack_rows(row_ptr<bfloat>(p.value, b, hk, kv0), p.value.stride[2], p.value.stride[3], n, p.dv, t.v_rows, dvp);
@@ -358,8 +357,8 @@ void kv_chunk(const Backward& f, i64 item, double* const* gradients) {
     const i64 dp = padded(p.d, FEATURE_STEP), dvp = padded(p.dv, FEATURE_STEP);
     const i64 blocks_in_l2 = at_least(1, l2_bytes() / ((p.d + p.dv) * LANES * 3 * (i64)sizeof(ELEMENT)));
     KeyTile t = make_tile(p, keys);
-#ifdef MATRIX_UNIT
-    const MatrixUnit unit;
+#ifdef PAIRS
+    const PairUnit unit;
 #endif
     for (i64 h = hk * ratio; h < (hk + 1) * ratio; h++)
         for (i64 block = 0; block < f.blocks; block += blocks_in_l2)

@@ -7,8 +7,8 @@
 #include "classify.h"
 #include "decode.h"
 #include "tiles.h"
-#ifdef MATRIX_UNIT
-#include "amx.h"
+#ifdef PAIRS
+#include "pairs.h"
 #endif
 
 typedef compute_type<ELEMENT>::type real;
@@ -31,7 +31,7 @@ struct QueryTile {  // the state of up to LANES queries
     real* finite_values;    // [KEYS][dv] with NaN and Inf as 0, if there are any
     real* final;            // [KEYS][LANES] the scores before exp, in that case
     uint8_t* dropout_keep;  // [KEYS][LANES]
-    u32* pairs;             // for the matrix unit: [d / 2][LANES] Q^T, then [KEYS / 2][LANES] weights
+    u32* pairs;             // for products of pairs: [d / 2][LANES] Q^T, then [KEYS / 2][LANES] weights
 };
 
 QueryTile make_tile(const Problem& p) {
@@ -144,23 +144,23 @@ i64 packed_block(const Forward& f, i64 b, i64 hk, i64 kv0, i64 n) {
     return (b * p.kv_heads + hk) * ((p.n_kv + KEYS - 1) / KEYS) + kv0 / KEYS;
 }
 
-#ifdef MATRIX_UNIT
-// attend_block on the matrix unit; false if these keys are not a packed block.
-bool attend_block_on_matrix_unit(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
+#ifdef PAIRS
+// attend_block by products of pairs; false if these keys are not a packed block.
+bool attend_pairs(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 kv0, i64 n, bool masked) {
     const Problem& p = f.problem;
     const i64 hk = h / (p.heads / p.kv_heads), block = packed_block(f, b, hk, kv0, n);
     if (block < 0) return false;
     const i64 d = padded(p.d, STEP), dv = padded(p.dv, STEP), depth = padded(n, STEP);
     const bool has_nonfinite = !f.packed.finite[block];
     u32* weights = t.pairs + d / 2 * LANES;
-    matrix_product((const bfloat*)f.packed.keys + block * KEYS * d, d, t.pairs, LANES, t.scores, LANES, depth, LANES, d, false);
+    pair_product((const bfloat*)f.packed.keys + block * KEYS * d, d, t.pairs, LANES, t.scores, LANES, depth, t.lanes, d, false);
     for (i64 x = 0; x < n * LANES; x++) t.scores[x] *= (real)p.scale;
     scores_to_weights(p, t, b, h, q0, q_last, kv0, n, masked, has_nonfinite);
-    pairs_of_tile(t.scores, n, weights);
-    matrix_product((const bfloat*)f.packed.values + block * dv * KEYS, KEYS, weights, LANES, t.acc, LANES, dv, LANES, depth, true);
+    pairs_of_tile(t.scores, n, t.lanes, weights);
+    pair_product((const bfloat*)f.packed.values + block * dv * KEYS, KEYS, weights, LANES, t.acc, LANES, dv, t.lanes, depth, true);
     if (has_nonfinite) {
         const Rows<real> values = rows_of<ELEMENT>(p.value, b, hk, kv0, n, p.dv, t.values, p.dv);
-        add_attended_nonfinite<real>(t.final, 1, LANES, values, t.acc, 1, LANES, LANES, p.dv, n);
+        add_attended_nonfinite<real>(t.final, 1, LANES, values, t.acc, 1, LANES, t.lanes, p.dv, n);
     }
     return true;
 }
@@ -210,8 +210,8 @@ void pack_keys(void* context, i64 item) {
 void attend(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 q_last, i64 first, i64 last, bool masked) {
     for (i64 kv0 = first; kv0 < last; kv0 += KEYS) {
         const i64 n = at_most(KEYS, last - kv0);
-#ifdef MATRIX_UNIT
-        if (attend_block_on_matrix_unit(f, t, b, h, q0, q_last, kv0, n, masked)) continue;
+#ifdef PAIRS
+        if (attend_pairs(f, t, b, h, q0, q_last, kv0, n, masked)) continue;
 #else
         if (attend_panels(f, t, b, h, q0, q_last, kv0, n, masked)) continue;
 #endif
@@ -224,7 +224,7 @@ void init_tile(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 count) 
     t.lanes = lanes_of<real>(count);
     __builtin_memset(t.acc, 0, (size_t)(padded(f.problem.dv, 32) * LANES) * sizeof(real));
     for (i64 l = 0; l < LANES; l++) t.row_max[l] = t.base[l] = -INFINITE<real>, t.total[l] = 0;
-#ifdef MATRIX_UNIT
+#ifdef PAIRS
     const Tensor& q = f.problem.query;
     bfloat* rows = (bfloat*)t.scores;
     for (i64 d = 0; d < f.problem.d; d += STEP) {  // a few features at a time, so that they fit the scores' memory
@@ -259,8 +259,8 @@ void query_tile_row(void* context, i64 item) {
     const i64 row = schedule.order ? schedule.order[rows + rank] : rank;
     const i64 end = at_most((row + 1) * schedule.tile, p.n_q);
     QueryTile t = make_tile(p);
-#ifdef MATRIX_UNIT
-    const MatrixUnit unit;
+#ifdef PAIRS
+    const PairUnit unit;
 #endif
     for (i64 q0 = row * schedule.tile; q0 < end; q0 += LANES) {
         const i64 count = at_most(LANES, end - q0);
