@@ -8,7 +8,8 @@ import ctypes
 import hashlib
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 from tests.support.hopper.ptx import translated
 from tests.support.recorded_launches import Driver, stand_in
 from tilewise.engines.cpp import compiler
+from tilewise.engines.gpu.driver import MAP_ALIGNMENT, aligned_address
 from tilewise.engines.gpu.limits import shared_memory
 
 MACHINE = Path(__file__).parent / "machine"
@@ -46,6 +48,8 @@ class Emulator(Driver):
         self.timing = Timing()
         self.change: Callable[[str], str] = lambda text: text  # of a kernel's text, before it is compiled
         self.launches = 0
+        self.marked = 0  # rows that a kernel has left to the fix-up, which would hide what it did to them
+        self.tensors: list[Any] = []  # whose addresses a launch is given
         self._kernels: list[_Kernel] = []
 
     # -- the compiler ------------------------------------------------------------------------------------------------
@@ -65,9 +69,9 @@ class Emulator(Driver):
 
     @cache
     def machine(self) -> Any:
-        run = ctypes.CDLL(str(self._library('#include "machine.cpp"', ("-O3",))), mode=ctypes.RTLD_GLOBAL).run_grid
-        run.restype = ctypes.c_char_p
-        return run
+        library = ctypes.CDLL(str(self._library('#include "machine.cpp"', ("-O3",))), mode=ctypes.RTLD_GLOBAL)
+        library.run_grid.restype, library.give_memory.restype = ctypes.c_char_p, ctypes.c_void_p
+        return library
 
     # -- the driver --------------------------------------------------------------------------------------------------
 
@@ -90,16 +94,36 @@ class Emulator(Driver):
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, _: None) -> int:
         given, kernel = config._obj, self._kernels[function.value - 1]
         assert given.shared_bytes <= SHARED and given.programs % kernel.cluster == 0
-        said = self.machine()(
-            kernel.run, ctypes.c_void_p(parameters[0]), kernel.names, given.programs, given.threads, given.shared_bytes, kernel.cluster, *self.timing_numbers()
-        )
-        if said is not None:
-            raise EmulationError(said.decode())
-        self.launches += 1
+        with self._moved(parameters[0], kernel.bytes_of_args) as args:
+            grid = (given.programs, given.threads, given.shared_bytes, kernel.cluster)
+            said = self.machine().run_grid(kernel.run, args, kernel.names, *grid, self.timing.kind, ctypes.c_uint64(self.timing.seed))
+            if said is not None:
+                raise EmulationError(said.decode())
+            self.launches += 1
+            self.marked += kernel.marked(args)
         return 0
 
-    def timing_numbers(self) -> tuple[Any, Any]:
-        return ctypes.c_int(self.timing.kind), ctypes.c_uint64(self.timing.seed)
+    @contextmanager
+    def _moved(self, arguments: int, size: int) -> Iterator[Any]:
+        """The arguments, with the tensors in guarded memory; what is written there is copied back."""
+        machine, moved = self.machine(), ctypes.create_string_buffer(size + MAP_ALIGNMENT)
+        at = aligned_address(moved)
+        ctypes.memmove(at, arguments, size)
+        words = (ctypes.c_uint64 * (size // 8)).from_address(at)
+        places: dict[int, int] = {}
+        sizes = {t.data_ptr(): bytes_of(t) for t in self.tensors}
+        for n, word in enumerate(words):
+            if word in sizes:
+                if word not in places:
+                    places[word] = machine.give_memory(ctypes.c_size_t(word), ctypes.c_size_t(sizes[word]))
+                    ctypes.memmove(places[word], word, sizes[word])
+                words[n] = places[word]
+        try:
+            yield ctypes.c_void_p(at)
+            for given, place in places.items():
+                ctypes.memmove(given, place, sizes[given])
+        finally:
+            machine.take_memory()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, sms: int = 4) -> Emulator:
@@ -125,7 +149,34 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, sms: int = 4) -> Emul
             return prepare(given, device)
 
     monkeypatch.setattr(run, "prepare", prepared)
+    monkeypatch.setattr(run, "_counters", {})  # a kernel that was stopped leaves one anywhere
+    _tell_tensors(monkeypatch, emulator)
     return emulator
+
+
+def _tell_tensors(monkeypatch: pytest.MonkeyPatch, emulator: Emulator) -> None:
+    """The emulator is told how large what it is given addresses of is: the call's own tensors, and static ones."""
+    from tilewise.engines.gpu.launch import BoundLaunch, PreparedLaunch
+
+    static: dict[int, tuple[Any, Any]] = {}
+    launch, bind = BoundLaunch.launch, PreparedLaunch._with
+
+    def launched(self: BoundLaunch, tensors: Sequence[Any]) -> None:
+        emulator.tensors = [t for t in tensors if t is not None and not isinstance(t, int)] + static[id(self)][1]
+        launch(self, tensors)
+
+    def bound(self: PreparedLaunch, tensors: Sequence[Any], *rest: Any) -> BoundLaunch:
+        made = bind(self, tensors, *rest)
+        static[id(made)] = made, list(tensors)
+        return made
+
+    monkeypatch.setattr(BoundLaunch, "launch", launched)
+    monkeypatch.setattr(PreparedLaunch, "_with", bound)
+
+
+def bytes_of(t: torch.Tensor) -> int:
+    """From its first byte to behind its last."""
+    return (sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) + 1) * t.element_size() if t.numel() else 0
 
 
 class _Kernel:
@@ -133,8 +184,8 @@ class _Kernel:
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
-        self.run = self._library.run_thread
-        self.cluster = ctypes.c_int.in_dll(self._library, "cluster_size").value
+        self.run, self.marked = self._library.run_thread, self._library.marked_rows
+        self.cluster, self.bytes_of_args = (ctypes.c_int.in_dll(self._library, name).value for name in ("cluster_size", "bytes_of_args"))
         self.names = ctypes.byref(ctypes.c_char.in_dll(self._library, "barrier_names"))
 
 
@@ -146,9 +197,14 @@ def kernel_source(text: str) -> str:
 {translated(text)}
 #pragma GCC visibility push(default)
 extern "C" {{
-int cluster_size = CLUSTER;
+int cluster_size = CLUSTER, bytes_of_args = sizeof(Args);
 hopper::BarrierName barrier_names[] = {{{names}{{nullptr, 0}}}};
 void run_thread(const void* args) {{ forward(*(const Args*)args); }}
+int marked_rows(const Args* a) {{
+    int count = 0;
+    for (long long i = 0; i < (long long)a->n_bh * a->n_q; i++) count += a->lse[i] != a->lse[i];
+    return count;
+}}
 }}
 #pragma GCC visibility pop
 """

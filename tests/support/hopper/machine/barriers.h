@@ -98,9 +98,11 @@ inline Program& program_at(u32 address) {
     if (rank >= own.cluster->programs.size()) fail("program %u of a cluster of %zu is addressed", rank, own.cluster->programs.size());
     return *own.cluster->programs[rank];
 }
-inline Mbarrier& bar_at(Program& p, u32 address) {
+inline Mbarrier& bar_at(Program& p, u32 address, bool from_outside) {
     auto found = p.bars.find(address);
     if (found == p.bars.end()) fail("there is no mbarrier at %u", address);
+    const Mbarrier& b = found->second;
+    if (b.time > clock_of(*current->warp).at[b.by] || (from_outside && !b.published)) fail("%s of program %u may not be there yet", name_of(address).c_str(), p.index);
     if (p.ended == p.threads.size()) fail("%s of program %u is signalled after that has ended", name_of(address).c_str(), p.index);
     return found->second;
 }
@@ -118,12 +120,16 @@ void mbarrier_init(u32 address, u32 arrivals) {
     const u32 slot = MOST_WARPS + p.rank * MOST_BARRIERS + p.bars.size();
     Mbarrier& b = p.bars[address];
     b = Mbarrier();
-    b.address = address, b.slot = slot, b.arrivals = b.pending = arrivals;
+    b.slot = slot, b.arrivals = b.pending = arrivals;
+    b.by = current->warp->slot, b.time = clock_of(*current->warp).at[b.by];
+}
+void mbarriers_publish() {
+    for (auto& [address, b] : current->program->bars) b.published = true;
 }
 void mbarrier_arrive(u32 address, int bytes) {
     preempt();
     Program& p = program_at(address);
-    Mbarrier& b = bar_at(p, address % REMOTE);
+    Mbarrier& b = bar_at(p, address % REMOTE, &p != current->program);
     if (b.pending == 0) fail("%s of program %u: more than the %u arrivals of a phase", name_of(address % REMOTE).c_str(), p.index, b.arrivals);
     release_to(b.arriving);
     b.bytes += bytes;
@@ -133,7 +139,7 @@ void mbarrier_arrive(u32 address, int bytes) {
 }
 void mbarrier_wait(u32 address, u32 parity) {
     preempt();
-    Mbarrier& b = bar_at(*current->program, address);
+    Mbarrier& b = bar_at(*current->program, address, false);
     current->bar = address, current->parity = parity;
     if (b.phases % 2 == parity) wait_for(FOR_PHASE);
     acquire(b.completed);

@@ -18,7 +18,7 @@ inline void mbarrier_arrive_shared_cta_b64(u32 bar) { mbarrier_arrive(bar, 0); }
 inline void mbarrier_arrive_shared_cluster_b64(u32 bar) { mbarrier_arrive(bar, 0); }
 inline void mbarrier_arrive_expect_tx_shared_cta_b64(u32 bar, u32 bytes) { mbarrier_arrive(bar, bytes); }
 inline void mapa_shared_cluster_u32(u32& to, u32 address, u32 rank) { to = of_program(address, rank); }
-inline void fence_mbarrier_init_release_cluster() {}
+inline void fence_mbarrier_init_release_cluster() { mbarriers_publish(); }
 inline void fence_proxy_async_shared_cta() {}
 inline void bar_sync(u32 id, u32 threads) { barrier_sync(id, threads); }
 inline void bar_arrive(u32 id, u32 threads) { barrier_arrive(id, threads); }

@@ -1,9 +1,8 @@
 // Runs a grid: threads as fibers, warps in an order drawn at random or the earliest or latest possible, what is asynchronous at any time in between.
 #include <stdarg.h>
 #include <stdio.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
+#include "memory.h"
 #include "products.h"
 
 namespace hopper {
@@ -13,13 +12,13 @@ Thread* current;
 Place* place;
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
-constexpr size_t STACK = 64 * 1024;
+constexpr size_t STACK = 64 * 1024, FIRST = 8 * 1024;
 
 static char* stack(size_t number) {    // each with a page below that nobody may touch
     static std::vector<char*> stacks;
     while (stacks.size() <= number) {
         char* found = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        mprotect(found, sysconf(_SC_PAGESIZE), PROT_NONE);
+        mprotect(found, page(), PROT_NONE);
         stacks.push_back(found);
     }
     return stacks[number];
@@ -280,7 +279,9 @@ static void add_program(Cluster& c, u32 index, u32 programs, u32 threads, u32 sh
         t.program = &p, t.warp = &p.warps[i / WARP], t.lane = i % WARP;
         t.warp->threads.push_back(&t);
         getcontext(&t.first);
-        t.first.uc_stack.ss_sp = stack((size_t)index * threads + i);
+        t.stack = stack((size_t)index * threads + i);
+        memset(t.stack + STACK - FIRST, 0xff, FIRST);  // what nobody has set is NaN
+        t.first.uc_stack.ss_sp = t.stack;
         t.first.uc_stack.ss_size = STACK;
         t.first.uc_link = nullptr;
         makecontext(&t.first, begin, 0);
@@ -293,6 +294,7 @@ extern "C" __attribute__((visibility("default"))) const char* run_grid(
     static std::string said;
     Machine m;
     machine = &m;
+    const Guard guard;
     m.timing = (Timing)timing, m.random = seed, m.kernel = kernel, m.arguments = arguments, m.names = names;
     for (u32 i = 0; i < programs; i++) {
         if (i % cluster == 0) m.clusters.push_back(std::make_unique<Cluster>());

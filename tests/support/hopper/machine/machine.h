@@ -37,6 +37,7 @@ u32 cluster_rank();
 u32 window();  // where dynamic shared memory begins
 u32 of_program(u32 address, u32 rank);
 void mbarrier_init(u32 bar, u32 arrivals);
+void mbarriers_publish();
 void mbarrier_arrive(u32 bar, int bytes);
 void mbarrier_wait(u32 bar, u32 parity);
 

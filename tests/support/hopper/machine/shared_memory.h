@@ -64,7 +64,7 @@ void copy_tile(u32 to, const void* map, u32 bar, int column, int row, int head, 
         check_range(p, to, bytes);
         std::string who;
         if (is_in_flight(p, to, to + bytes, who)) fail("program %u: a copy to %u overwrites what a product of %s is reading", p.index, to, who.c_str());
-        const Mbarrier& b = bar_at(p, bar);
+        const Mbarrier& b = bar_at(p, bar, true);
         for (u32 at = to; at < to + bytes; at += LONGEST) check_write(p, p.blocks[at / LONGEST], *current->warp, b.slot, b.phases + 1, at);
         for (u32 i = 0; i < bytes; i += 4) memcpy(&p.shared[to - WINDOW + i], &IN_FLIGHT, 4);
         copy.to_program = &p;

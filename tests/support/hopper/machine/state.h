@@ -47,6 +47,7 @@ struct Thread : Place {
     Warp* warp;
     u32 lane;
     bool begun = false;
+    char* stack;
     ucontext_t first;
     jmp_buf context;
     Waits waits = FOR_NOTHING;
@@ -97,8 +98,10 @@ struct Warpgroup {
 };
 
 struct Mbarrier {
-    u32 address = 0, slot = 0, arrivals = 0, pending = 0, phases = 0;
+    u32 slot = 0, arrivals = 0, pending = 0, phases = 0;
     int bytes = 0;
+    bool published = false;            // to other programs and to TMA
+    u32 by = 0, time = 0;              // who made it, and when
     Clock arriving, completed;
 };
 
@@ -115,7 +118,7 @@ struct Program {
     Cluster* cluster;
     u32 rank, index;
     std::vector<unsigned char> shared;
-    std::map<u32, Mbarrier> bars;
+    std::map<u32, Mbarrier> bars;      // by address
     Named named[NAMED];
     std::vector<Thread> threads;
     std::vector<Warp> warps;
