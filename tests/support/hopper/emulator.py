@@ -20,9 +20,11 @@ import torch
 from tests.support.hopper.ptx import translated
 from tests.support.recorded_launches import Driver, stand_in
 from tilewise.engines.cpp import compiler
+from tilewise.engines.gluon import NO_GLUON
 from tilewise.engines.gpu.driver import MAP_ALIGNMENT, aligned_address
 from tilewise.engines.gpu.limits import shared_memory
 
+MISSING = NO_GLUON or (None if compiler.find() else "needs a C++ compiler")
 MACHINE = Path(__file__).parent / "machine"
 SHARED = shared_memory(90)
 EAGER, LATE, RANDOM = range(3)  # when copies and products happen: at once, as late as possible, at any time
@@ -111,7 +113,7 @@ class Emulator(Driver):
         ctypes.memmove(at, arguments, size)
         words = (ctypes.c_uint64 * (size // 8)).from_address(at)
         places: dict[int, int] = {}
-        sizes = {t.data_ptr(): bytes_of(t) for t in self.tensors}
+        sizes = {t.data_ptr(): bytes_of(t) for t in self.tensors if t.numel() > 0}
         for n, word in enumerate(words):
             if word in sizes:
                 if word not in places:
@@ -176,7 +178,7 @@ def _tell_tensors(monkeypatch: pytest.MonkeyPatch, emulator: Emulator) -> None:
 
 def bytes_of(t: torch.Tensor) -> int:
     """From its first byte to behind its last."""
-    return (sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) + 1) * t.element_size() if t.numel() else 0
+    return (sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) + 1) * t.element_size()
 
 
 class _Kernel:
