@@ -30,7 +30,7 @@ def check(emulator: Emulator, case: Case, dtype: torch.dtype = torch.bfloat16) -
 
 # -- what it computes --------------------------------------------------------------------------------------------------
 
-FEW = [*LAYOUTS, *HEADS, *SIZES, *OPTIONS, *NOTHING, *MASKS[::3], *TENSORS[::6], *MAPS[::2], *SCORES]  # of others only the map differs
+FEW = [*LAYOUTS, *HEADS, *SIZES, *OPTIONS, *NOTHING, *MASKS[::5], *TENSORS[::10], *MAPS[::3], *SCORES[::2]]  # of others only the map or the score differs
 
 
 @pytest.mark.parametrize("case", [case for case in FEW if torch.bfloat16 in case.dtypes], ids=str)
@@ -90,7 +90,7 @@ def test_parts_are_what_is_rounded_elsewhere(emulator: Emulator, dims: tuple[int
     assert not torch.equal(part.out, whole.out.float())
 
 
-@pytest.mark.parametrize(("dim", "lengths"), [(64, (700, 300)), (64, (257, 1)), (128, (500, 500)), (128, (300, 700)), (256, (400, 400))], ids=str)
+@pytest.mark.parametrize(("dim", "lengths"), [(64, (600, 300)), (64, (257, 1)), (128, (400, 400)), (128, (200, 600)), (256, (300, 300))], ids=str)
 def test_bands(emulator: Emulator, dim: int, lengths: tuple[int, int]) -> None:
     for limits in BANDS:
         check(emulator, band_case(dim, lengths, limits, batch=1, heads=2, kv_heads=1))
@@ -128,9 +128,9 @@ def test_maxima_that_rise_along_the_keys(emulator: Emulator, dim: int, low: int)
     """From the diagonal down, far beyond what the first tile's maximum leaves room for."""
     q, k, v = inputs(dim)
     q, k = 6 * q, k * torch.linspace(3.0, 0.1, 600).bfloat16()[:, None]
-    found, plain = (attended([q, k, v], engine, mask=band(low, 0)) for engine in ("cuda", "triton"))
-    wanted = attended([t.double() for t in (q, k, v)], "reference", mask=band(low, 0))
-    assert (found - wanted).norm() <= 2 * (plain - wanted).norm()
+    found, wanted = (attended(given, engine, mask=band(low, 0)) for given, engine in (([q, k, v], "cuda"), ([t.double() for t in (q, k, v)], "reference")))
+    assert (found - wanted).norm() <= 4e-3 * wanted.norm()  # roundings of weights and outputs, 2.3e-3 and 1.7e-3
+    assert emulator.marked == 0
 
 
 def test_what_is_not_finite_is_computed_again(emulator: Emulator) -> None:
@@ -144,7 +144,7 @@ def test_what_is_not_finite_is_computed_again(emulator: Emulator) -> None:
 
 # -- when things happen ------------------------------------------------------------------------------------------------
 
-TIMINGS = [Timing(EAGER), Timing(LATE), *[Timing(RANDOM, seed) for seed in range(6)]]
+TIMINGS = [Timing(EAGER), Timing(LATE), *[Timing(RANDOM, seed) for seed in range(4)]]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,4 +158,3 @@ def test_the_same_bits_whatever_comes_late(emulator: Emulator, dim: int, form: s
         found.append(tw.attention(*tensors, mask=mask, enable_gqa=True, return_lse=True, backend="cuda"))
     assert emulator.launches == len(TIMINGS) and emulator.marked == 0
     assert all([torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1]) for out, lse in found])
-

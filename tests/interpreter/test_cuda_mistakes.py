@@ -32,7 +32,7 @@ RELEASE_Q = "if (is_last) release_q();"
 
 MISTAKES = {
     # what has not arrived
-    "first keys not awaited": Mistake(EARLY, "wait_k(it);\n        issue_qk", "issue_qk"),
+    "first keys not awaited": Mistake(EARLY, "wait_k(it);", ""),
     "next keys not awaited": Mistake(EARLY, "if (!is_last) wait_k(it + 1);\n        mma_wait", "mma_wait"),
     "values not awaited": Mistake(EARLY, "wait_v(it - 1);", ""),
     "last values not awaited": Mistake(EARLY, "wait_v(it);", ""),
@@ -42,12 +42,14 @@ MISTAKES = {
     "message finished after it is sent": Mistake(EARLY, "bar_expect(bar, Shared::tile_q);", "bar_expect(bar, Shared::tile_q), put_shared(to + 8, x.steps);"),
     "scores used before they are awaited": Mistake(f"{FLIGHT}|{REUSED}", SCORES_DONE, "pin(s);"),
     "one product too many left": Mistake(FLIGHT, "mma_wait<1>();", "mma_wait<2>();"),
-    "products not committed": Mistake(f"{FLIGHT}|{REUSED}", "mma_commit();\n}\n\nDEV void issue_pv", "}\n\nDEV void issue_pv"),
+    "products not committed": Mistake(f"{FLIGHT}|{REUSED}", "mma_commit();", ""),
     "barriers used before they are made": Mistake("not be there yet|there is no mbarrier", "__syncthreads();", ""),
     # what somebody still needs
     "keys given back early": exchanged(REUSED, SCORES_DONE, RELEASE_K),
     "values given back early": exchanged(REUSED, ALL_DONE, RELEASE_V),
-    "queries given back early": Mistake(REUSED, f"{SCORES_DONE}\n        {RELEASE_K}\n        {RELEASE_Q}", f"{RELEASE_Q}\n        {SCORES_DONE}\n        {RELEASE_K}"),
+    "queries given back early": Mistake(
+        REUSED, f"{SCORES_DONE}\n        {RELEASE_K}\n        {RELEASE_Q}", f"{RELEASE_Q}\n        {SCORES_DONE}\n        {RELEASE_K}"
+    ),
     "key's place read after it is given back": Mistake(
         REUSED, f"int key = first_key(it);\n        {SCORES_DONE}\n        {RELEASE_K}", f"{SCORES_DONE}\n        {RELEASE_K}\n        int key = first_key(it);"
     ),
@@ -61,17 +63,19 @@ MISTAKES = {
     "outputs scaled while products add to them": Mistake(
         FLIGHT, f"if (!is_last) wait_k(it + 1);\n        {ALL_DONE}", f"if (!is_last) wait_k(it + 1);\n        o[0] *= decay[0];\n        {ALL_DONE}"
     ),
-    "registers changed without a fence": Mistake("without a fence", "mma_fence();\n#pragma unroll\n    for (int i = 0; i < BN", "\n#pragma unroll\n    for (int i = 0; i < BN"),
+    "registers changed without a fence": Mistake("without a fence", "mma_fence();", ""),
     # taking turns
-    "a turn not awaited": Mistake("arrives again", "begin_turn();\n        issue_qk", "issue_qk"),
-    "a turn not given": Mistake(STOPPED, "end_turn();\n        int key", "int key"),
+    "a turn not awaited": Mistake("arrives again", "turn_wait(1 + wg);", ""),
+    "a turn not given": Mistake(STOPPED, "turn_give(wg == WGS - 1 ? 1 : 2 + wg);", ""),
     "nobody begins": Mistake(STOPPED, "if (wg == WGS - 1) end_turn();", ""),
     "the last turn left": Mistake("ends with 128 arrivals", "if (wg == 0) begin_turn();", ""),
     "more registers than there are": Mistake(STOPPED, "WGS == 2 ? 240 : 160", "WGS == 2 ? 248 : 168"),
     # what is computed
     "band's upper edge": Mistake(WRONG, "8 * j + i % 2 <= most[i / 2]", "8 * j + i % 2 < most[i / 2]"),
     "band's lower edge": Mistake(WRONG, "8 * j + i % 2 >= least[i / 2]", "8 * j + i % 2 > least[i / 2]"),
-    "tiles of the upper end": Mistake(WRONG, "upper = min(max(max(to + 1, 0) / BN, first), last + 1);", "upper = min(max(max(to, 0) / BN + 1, first), last + 1);"),
+    "tiles of the upper end": Mistake(
+        WRONG, "upper = min(max(max(to + 1, 0) / BN, first), last + 1);", "upper = min(max(max(to, 0) / BN + 1, first), last + 1);"
+    ),
     "tiles of the lower end": Mistake(WRONG, "lower = min(max((from + BN - 1) / BN, first), upper);", "lower = min(max(from / BN, first), upper);"),
     "a product's operand": Mistake(WRONG, "operand_at(b, i * 2048)", "operand_at(b, i * 1024)"),
     "an operand's chunks": Mistake(WRONG, "operand(v, BN * 128)", "operand(v, BN * 64)"),

@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from tests.support.hopper.ptx import translated
 from tests.support.recorded_launches import Driver, stand_in
 from tilewise.engines.cpp import compiler
 from tilewise.engines.gluon import NO_GLUON
-from tilewise.engines.gpu.driver import MAP_ALIGNMENT, aligned_address
+from tilewise.engines.gpu.driver import MAP_ALIGNMENT, MAP_BYTES, aligned_address
 from tilewise.engines.gpu.limits import shared_memory
 
 MISSING = NO_GLUON or (None if compiler.find() else "needs a C++ compiler")
@@ -69,7 +69,7 @@ class Emulator(Driver):
             path.with_suffix(f".{id(self)}").rename(path)  # another process may be compiling the same
         return path
 
-    @cache
+    @cached_property
     def machine(self) -> Any:
         library = ctypes.CDLL(str(self._library('#include "machine.cpp"', ("-O3",))), mode=ctypes.RTLD_GLOBAL)
         library.run_grid.restype, library.give_memory.restype = ctypes.c_char_p, ctypes.c_void_p
@@ -78,8 +78,7 @@ class Emulator(Driver):
     # -- the driver --------------------------------------------------------------------------------------------------
 
     def cuModuleLoadData(self, module: Any, path: bytes) -> int:
-        self.machine()
-        self._kernels.append(_Kernel(path.decode()))
+        self._kernels.append(_Kernel(path.decode(), self.machine))
         module._obj.value = len(self._kernels)
         return 0
 
@@ -88,9 +87,10 @@ class Emulator(Driver):
         return 0
 
     def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, steps: Any, *rest: Any) -> int:
-        swizzle = rest[1]
-        described = struct.pack("P", address.value) + b"".join([bytes(x)[:size].ljust(size, b"\0") for x, size in ((sizes, 32), (strides, 24), (box, 16), (steps, 16))])
-        ctypes.memmove(at.value, (described + struct.pack("II", DTYPE_BYTES[dtype], swizzle)).ljust(128, b"\0"), 128)
+        """As struct TensorMap of machine/state.h."""
+        lists = [bytes(x)[:size].ljust(size, b"\0") for x, size in ((sizes, 32), (strides, 24), (box, 16))]
+        described = b"".join([struct.pack("P", address.value), *lists, struct.pack("II", DTYPE_BYTES[dtype], rest[1])])
+        ctypes.memmove(at.value, described.ljust(MAP_BYTES, b"\0"), MAP_BYTES)
         return 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, _: None) -> int:
@@ -98,7 +98,7 @@ class Emulator(Driver):
         assert given.shared_bytes <= SHARED and given.programs % kernel.cluster == 0
         with self._moved(parameters[0], kernel.bytes_of_args) as args:
             grid = (given.programs, given.threads, given.shared_bytes, kernel.cluster)
-            said = self.machine().run_grid(kernel.run, args, kernel.names, *grid, self.timing.kind, ctypes.c_uint64(self.timing.seed))
+            said = self.machine.run_grid(kernel.run, args, kernel.names, *grid, self.timing.kind, ctypes.c_uint64(self.timing.seed))
             if said is not None:
                 raise EmulationError(said.decode())
             self.launches += 1
@@ -108,7 +108,7 @@ class Emulator(Driver):
     @contextmanager
     def _moved(self, arguments: int, size: int) -> Iterator[Any]:
         """The arguments, with the tensors in guarded memory; what is written there is copied back."""
-        machine, moved = self.machine(), ctypes.create_string_buffer(size + MAP_ALIGNMENT)
+        machine, moved = self.machine, ctypes.create_string_buffer(size + MAP_ALIGNMENT)
         at = aligned_address(moved)
         ctypes.memmove(at, arguments, size)
         words = (ctypes.c_uint64 * (size // 8)).from_address(at)
@@ -184,7 +184,8 @@ def bytes_of(t: torch.Tensor) -> int:
 class _Kernel:
     """A loaded text."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, machine: Any) -> None:
+        self._machine = machine  # whose functions it calls, so that has to be loaded before
         self._library = ctypes.CDLL(path)
         self.run, self.marked = self._library.run_thread, self._library.marked_rows
         self.cluster, self.bytes_of_args = (ctypes.c_int.in_dll(self._library, name).value for name in ("cluster_size", "bytes_of_args"))

@@ -87,6 +87,11 @@ void cluster_wait() {
     acquire(current->program->cluster->completed);
 }
 
+inline void check_range(const Program& p, u32 address, u32 bytes) {
+    const size_t end = WINDOW + p.shared.size();
+    if (address < WINDOW || address + bytes > end) fail("shared memory from %u to %u is used, it ends at %zu", address, address + bytes, end);
+}
+
 // ---- mbarriers -------------------------------------------------------------------------------------------------------
 u32 window() { return WINDOW; }
 u32 of_program(u32 address, u32 rank) { return address + (rank + 1) * REMOTE; }
@@ -102,7 +107,8 @@ inline Mbarrier& bar_at(Program& p, u32 address, bool from_outside) {
     auto found = p.bars.find(address);
     if (found == p.bars.end()) fail("there is no mbarrier at %u", address);
     const Mbarrier& b = found->second;
-    if (b.time > clock_of(*current->warp).at[b.by] || (from_outside && !b.published)) fail("%s of program %u may not be there yet", name_of(address).c_str(), p.index);
+    const bool is_there = b.time <= clock_of(*current->warp).at[b.by] && (b.published || !from_outside);
+    if (!is_there) fail("%s of program %u may not be there yet", name_of(address).c_str(), p.index);
     if (p.ended == p.threads.size()) fail("%s of program %u is signalled after that has ended", name_of(address).c_str(), p.index);
     return found->second;
 }
@@ -115,7 +121,8 @@ inline void complete_if_done(Program& p, Mbarrier& b) {
 }
 void mbarrier_init(u32 address, u32 arrivals) {
     Program& p = *current->program;
-    if (address % 8 || address < WINDOW || address + 8 > WINDOW + p.shared.size()) fail("an mbarrier at %u: shared memory ends at %zu", address, WINDOW + p.shared.size());
+    if (address % 8) fail("an mbarrier at %u, which is no multiple of 8", address);
+    check_range(p, address, 8);
     if (p.bars.size() == MOST_BARRIERS) fail("more than %u mbarriers", MOST_BARRIERS);
     const u32 slot = MOST_WARPS + p.rank * MOST_BARRIERS + p.bars.size();
     Mbarrier& b = p.bars[address];

@@ -213,8 +213,8 @@ static std::string what_for(const Thread& t) {
     switch (t.waits) {
         case FOR_PHASE: {
             const Mbarrier& b = t.program->bars.at(t.bar);
-            return name_of(t.bar) + " (phase " + std::to_string(b.phases) + ", " + std::to_string(b.pending) + " of " + std::to_string(b.arrivals) + " arrivals and " +
-                   std::to_string(b.bytes) + " bytes to come) to complete a phase of parity " + std::to_string(t.parity);
+            return name_of(t.bar) + " (phase " + std::to_string(b.phases) + ", " + std::to_string(b.pending) + " of " + std::to_string(b.arrivals) +
+                   " arrivals and " + std::to_string(b.bytes) + " bytes to come) to complete a phase of parity " + std::to_string(t.parity);
         }
         case FOR_NAMED: return "named barrier " + std::to_string(t.bar) + " (" + std::to_string(t.program->named[t.bar].arrived) + " threads have arrived)";
         case FOR_WARP: return "others of its warp";
@@ -233,7 +233,8 @@ static std::string state() {
                 for (const Thread& t : p->threads)
                     if (&p->groups[t.warp->group] == &g && t.waits != ENDED) waiting[what_for(t)]++;
                 for (auto& [what, count] : waiting)
-                    text += "  program " + std::to_string(p->index) + ", warpgroup " + std::to_string(&g - &p->groups[0]) + ": " + std::to_string(count) + " threads wait for " + what + "\n";
+                    text += "  program " + std::to_string(p->index) + ", warpgroup " + std::to_string(&g - &p->groups[0]) + ": " + std::to_string(count) +
+                            " threads wait for " + what + "\n";
             }
     return text;
 }
@@ -259,7 +260,7 @@ static void add_program(Cluster& c, u32 index, u32 programs, u32 threads, u32 sh
     p.cluster = &c, p.rank = c.programs.size() - 1, p.index = index;
     p.shared.resize(shared);
     for (u32 i = 0; i + 4 <= shared; i += 4) memcpy(&p.shared[i], &IN_FLIGHT, 4);
-    p.blocks.resize((WINDOW + shared) / LONGEST + 1);
+    p.blocks.resize((WINDOW + shared) / BLOCK + 1);
     p.threads = std::vector<Thread>(threads);
     p.warps.resize(threads / WARP);
     p.groups.resize((threads + GROUP - 1) / GROUP);

@@ -8,18 +8,18 @@ namespace hopper {
 
 inline void check_read(Program& p, const Uses& uses, const Warp& by, u32 address) {
     if (!uses.written) fail("program %u: warp %u reads shared memory at %u that nobody has written", p.index, by.index, address);
-    if (uses.time > clock_of(by).at[uses.slot]) fail("program %u: warp %u reads shared memory at %u that may not have arrived yet", p.index, by.index, address);
+    if (uses.time > clock_of(by).at[uses.slot])
+        fail("program %u: warp %u reads shared memory at %u that may not have arrived yet", p.index, by.index, address);
 }
 inline void check_write(Program& p, Uses& uses, const Warp& by, u32 slot, u32 time, u32 address) {
     const Clock& clock = clock_of(by);
-    if (uses.written && uses.time > clock.at[uses.slot]) fail("program %u: warp %u writes shared memory at %u beside another", p.index, by.index, address);
+    if (uses.written && uses.time > clock.at[uses.slot])
+        fail("program %u: warp %u writes shared memory at %u beside another", p.index, by.index, address);
     for (u32 i = 0; i < MOST_WARPS; i++)
-        if (uses.reads[i] > clock.at[i]) fail("program %u: warp %u overwrites shared memory at %u that warp %u may not have read yet", p.index, by.index, address, i);
+        if (uses.reads[i] > clock.at[i])
+            fail("program %u: warp %u overwrites shared memory at %u that warp %u may not have read yet", p.index, by.index, address, i);
     uses = Uses();
     uses.written = true, uses.slot = slot, uses.time = time;
-}
-inline void check_range(const Program& p, u32 address, u32 bytes) {
-    if (address < WINDOW || address + bytes > WINDOW + p.shared.size()) fail("shared memory from %u to %u is used, it ends at %zu", address, address + bytes, WINDOW + p.shared.size());
 }
 
 // ---- words -----------------------------------------------------------------------------------------------------------
@@ -56,8 +56,9 @@ void copy_tile(u32 to, const void* map, u32 bar, int column, int row, int head, 
     Copy copy{&own, *(const TensorMap*)map, to, bar, {column, row, head, batch}, 0};
     const TensorMap& m = copy.map;
     const u32 rows = m.box[1], bytes = rows * 128;
-    if (m.box[0] * m.element != 128 || m.swizzle != 3 || m.box[2] != 1 || m.box[3] != 1) fail("a box of %u x %u is copied with swizzle %u: not emulated", m.box[0], rows, m.swizzle);
-    if (to % LONGEST || rows % 8) fail("%u rows are copied to %u: tiles lie on 1024 bytes", rows, to);
+    if (m.box[0] * m.element != 128 || m.swizzle != 3 || m.box[2] != 1 || m.box[3] != 1)
+        fail("a box of %u x %u is copied with swizzle %u: not emulated", m.box[0], rows, m.swizzle);
+    if (to % BLOCK || rows % 8) fail("%u rows are copied to %u: tiles lie on 1024 bytes", rows, to);
     for (u32 rank = 0; rank < own.cluster->programs.size(); rank++) {
         if (programs ? !(programs >> rank & 1) : rank != own.rank) continue;
         Program& p = *own.cluster->programs[rank];
@@ -65,7 +66,7 @@ void copy_tile(u32 to, const void* map, u32 bar, int column, int row, int head, 
         std::string who;
         if (is_in_flight(p, to, to + bytes, who)) fail("program %u: a copy to %u overwrites what a product of %s is reading", p.index, to, who.c_str());
         const Mbarrier& b = bar_at(p, bar, true);
-        for (u32 at = to; at < to + bytes; at += LONGEST) check_write(p, p.blocks[at / LONGEST], *current->warp, b.slot, b.phases + 1, at);
+        for (u32 at = to; at < to + bytes; at += BLOCK) check_write(p, p.blocks[at / BLOCK], *current->warp, b.slot, b.phases + 1, at);
         for (u32 i = 0; i < bytes; i += 4) memcpy(&p.shared[to - WINDOW + i], &IN_FLIGHT, 4);
         copy.to_program = &p;
         copy.priority = draw();

@@ -13,7 +13,8 @@
 
 namespace hopper {
 
-constexpr u32 WARP = 32, GROUP = 128, LONGEST = 1024;                  // threads of a warp, of a warpgroup; bytes of a block whose uses are recorded together
+constexpr u32 WARP = 32, GROUP = 128;                                  // threads of a warp, of a warpgroup
+constexpr u32 BLOCK = 1024;                                            // bytes of shared memory whose uses are recorded together
 constexpr u32 WINDOW = 1040;                                           // where shared memory begins: on 16 bytes and no more
 constexpr u32 REMOTE = 1u << 24;                                       // addresses of the program of rank r begin at (r + 1) * REMOTE
 constexpr u32 MOST_WARPS = 32, MOST_BARRIERS = 32, SLOTS = MOST_WARPS + 2 * MOST_BARRIERS;  // of a cluster; barriers of a program
@@ -140,7 +141,7 @@ struct Cluster {
 struct TensorMap {                     // driver.py writes it
     const unsigned char* address;
     u64 sizes[4], strides[3];
-    u32 box[4], steps[4];
+    u32 box[4];
     u32 element, swizzle;
 };
 
