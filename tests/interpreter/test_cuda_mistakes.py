@@ -58,7 +58,9 @@ MISTAKES = {
     ),
     "keys loaded over others": Mistake("more than the 1 arrivals", "bar_wait(base + Shared::k_empty + 8 * s, (i / K_STAGES & 1) ^ 1);", ""),
     "values loaded over others": Mistake(REUSED, "bar_wait(base + Shared::v_empty + 8 * s, (i / V_STAGES & 1) ^ 1);", ""),
-    "fewer arrivals than warps": Mistake(f"{REUSED}|{STOPPED}|more than", "bar_init(base + Shared::q_empty, 4 * WGS)", "bar_init(base + Shared::q_empty, 4)"),
+    "fewer arrivals than warps": Mistake(
+        f"{EARLY}|{REUSED}|{STOPPED}|more than", "bar_init(base + Shared::q_empty, 4 * WGS)", "bar_init(base + Shared::q_empty, 4)"
+    ),
     "weights packed before the products that read them": Mistake(FLIGHT, ALL_DONE, f"pack_p();\n        {ALL_DONE}"),
     "outputs scaled while products add to them": Mistake(
         FLIGHT, f"if (!is_last) wait_k(it + 1);\n        {ALL_DONE}", f"if (!is_last) wait_k(it + 1);\n        o[0] *= decay[0];\n        {ALL_DONE}"
