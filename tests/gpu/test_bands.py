@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.gpu.test_fused import ON_HOPPER
-from tests.support.cases import Case, function
+from tests.support.bands import BANDS, FAR, band, band_case
 from tests.support.error_rule import check
 from tilewise import masks, scores
 from tilewise.engines.cuda import nvrtc
@@ -18,32 +18,20 @@ from tilewise.engines.gpu.kernel_cache import Counts
 MISSING = "needs a Hopper GPU" if not ON_HOPPER else nvrtc.refusal()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
-FAR = 10**6
-BANDS = [(-FAR, 0), (-99, 0), (-40, 90), (0, FAR), (-FAR, -300), (-FAR, 400), (250, 320), (0, 0), (-128, -128), (-1000, 1000)]
 LENGTHS = [(1000, 1000), (300, 700), (700, 300), (2048, 2048), (257, 1)]
-
-
-def band(low: int, high: int) -> Any:
-    return lambda b, h, q, kv: (kv - q >= low) & (kv - q <= high)
-
-
-def case(dim: int, lengths: tuple[int, int], limits: tuple[int, int], **more: Any) -> Case:
-    name = f"band {dim} {lengths} {limits} {sorted(more)}"
-    given = {"heads": 4, "kv_heads": 2, "through": ("out", "lse"), **more}
-    return Case(name, q_len=lengths[0], kv_len=lengths[1], head_dim=dim, mask=function(band(*limits)), **given)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_bands(dim: int, lengths: tuple[int, int]) -> None:
     for limits in BANDS:
-        check(case(dim, lengths, limits), "cuda", "cuda", torch.bfloat16)
+        check(band_case(dim, lengths, limits), "cuda", "cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("limits", BANDS[:4], ids=str)
 def test_more_query_tiles_than_programs(limits: tuple[int, int]) -> None:
     """Programs take several, and heads are mixed in groups."""
-    check(case(128, (1024, 1024), limits, batch=3, heads=32, kv_heads=16), "cuda", "cuda", torch.bfloat16)
+    check(band_case(128, (1024, 1024), limits, batch=3, heads=32, kv_heads=16), "cuda", "cuda", torch.bfloat16)
 
 
 def test_other_limits_are_other_numbers_of_one_kernel() -> None:
@@ -70,13 +58,13 @@ SCORES: dict[str, Any] = {
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)])
 def test_with_scores(name: str, dim: int, dtype: torch.dtype) -> None:
     for limits in BANDS[:6]:
-        check(case(dim, (700, 900), limits, score=SCORES[name], through=("out",)), "cuda", "cuda", dtype)
+        check(band_case(dim, (700, 900), limits, score=SCORES[name], through=("out",)), "cuda", "cuda", dtype)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_with_dropout(dim: int) -> None:
     for limits in BANDS[:6]:
-        check(case(dim, (500, 700), limits, options={"dropout_p": 0.25, "seed": 7}), "cuda", "cuda", torch.bfloat16)
+        check(band_case(dim, (500, 700), limits, options={"dropout_p": 0.25, "seed": 7}), "cuda", "cuda", torch.bfloat16)
 
 
 def inputs(dim: int, lengths: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:

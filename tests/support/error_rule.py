@@ -61,7 +61,7 @@ def check(
     """Run a case on an engine, as `computed` does it if it is given, and hold it to the rule."""
     __tracebackhide__ = True  # the message says it all
     tested = (computed or by_engine)(case, make(case, dtype, dtype, device, seed), engine)
-    truth, plain = (_measured_last if device == "cpu" else _measured)(case, dtype, device, seed)
+    truth, plain = (_measured_last if device == "cpu" else _measured)(case, dtype, device, seed, torch.is_grad_enabled())
 
     @cache
     def other_draws() -> list[tuple[Results, Results]]:
@@ -82,8 +82,15 @@ def check(
         hold_gradient(f"gradient of {name}", found, exact, measure, largest, partial(in_other_draws, name))
 
 
-def _measured(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Results, list[tuple[Results, Results]]]:
-    """The truth, and plain PyTorch's results, each beside the truth."""
+def check_forward(case: Case, engine: str, device: str, dtype: torch.dtype) -> None:
+    """The rule on outputs alone, where an engine's backward cannot run."""
+    __tracebackhide__ = True
+    with torch.no_grad():
+        check(case, engine, device, dtype)
+
+
+def _measured(case: Case, dtype: torch.dtype, device: str, seed: int, gradients: bool) -> tuple[Results, list[tuple[Results, Results]]]:
+    """The truth, and plain PyTorch's results, each beside the truth; `gradients`: whether they have any, as the mode is."""
     truth = by_reference(case, make(case, dtype, torch.float64, device, seed))
     orders = range(ORDERS if dtype == torch.float32 else 1)
     return truth, [(by_plain_torch(case, make(case, dtype, dtype, device, seed), order), truth) for order in orders]
@@ -250,7 +257,10 @@ def _softmax_and_mix(case: Case, s: Tensor, v: Tensor, at: tuple[Tensor, Tensor,
 
 
 def finish(case: Case, inputs: Inputs, out: Tensor, lse: Tensor | None) -> Results:
-    """Outputs, and the gradients of what the case asks for."""
+    """Outputs, and the gradients of what the case asks for, if gradients are on."""
+    outputs = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    if not torch.is_grad_enabled():
+        return Results(outputs, {})
     roots: list[tuple[Tensor, Any]] = []
     if "out" in case.through:
         roots.append((out, inputs.grad_out))
@@ -258,4 +268,4 @@ def finish(case: Case, inputs: Inputs, out: Tensor, lse: Tensor | None) -> Resul
         roots.append((lse, torch.where(lse == -torch.inf, 0.0, inputs.grad_lse)))
     found = torch.autograd.grad([r for r, _ in roots], list(inputs.leaves.values()), [g for _, g in roots], allow_unused=True)
     gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(inputs.leaves.items(), found, strict=True)}
-    return Results({"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()}), gradients)
+    return Results(outputs, gradients)

@@ -20,7 +20,7 @@ class Recorded(NamedTuple):
     arguments: bytes
 
 
-class _Driver:
+class Driver:
     """Takes every call for done, and fills tensor maps with their tensor's address."""
 
     def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, *rest: Any) -> int:
@@ -36,27 +36,25 @@ class _Driver:
         return lambda *given: 0
 
 
-def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
-    """The launches from now on. Tile maps are made by torch, as on a CPU."""
+def stand_in(monkeypatch: pytest.MonkeyPatch, fake: Driver, sms: int, shared: int) -> None:
+    """This driver in place of CUDA's: of a Hopper GPU with so many multiprocessors, and so many bytes of shared memory a program. The GPU engines take tensors
+    of the CPU; tile maps are made by torch, as there."""
     from tilewise.engines.cuda import nvrtc
     from tilewise.engines.gluon import GluonEngine, refusals
     from tilewise.engines.gluon import tile_schedule as hopper_schedule
-    from tilewise.engines.gpu.compiler import _describe
     from tilewise.engines.triton import TritonEngine, fitting
     from tilewise.engines.triton import run as triton_run
 
-    recorded: list[Recorded] = []
-    fake = _Driver()
     driver.map_address_offset.cache_clear()
     monkeypatch.setattr(driver, "library", lambda: fake)
-    monkeypatch.setattr(driver, "shared_limit", lambda device: 2**20)
+    monkeypatch.setattr(driver, "shared_limit", lambda device: shared)
     monkeypatch.setattr(launch, "enter_context", lambda device: None)
     for module in (launch, __import__("tilewise.engines.gluon.run", fromlist=["run"])):
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
     for module in (launch, kernel_cache, fitting):
         monkeypatch.setattr(module, "architecture", lambda device: 90)
     for module in (limits, triton_run):
-        monkeypatch.setattr(module, "sm_count", lambda device: 132)
+        monkeypatch.setattr(module, "sm_count", lambda device: sms)
     for module in (tile_schedule, hopper_schedule, triton_run):
         monkeypatch.setattr(module, "kernel_map", map_of)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -68,6 +66,14 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(TritonEngine, "refuse", lambda self, p: None)
     monkeypatch.setattr(kernel_cache, "_kernels", {})
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """The launches from now on."""
+    from tilewise.engines.gpu.compiler import _describe
+
+    recorded: list[Recorded] = []
+    stand_in(monkeypatch, Driver(), sms=132, shared=2**20)
 
     def load(key: Any, request: KernelRequest, table: Any, device: int) -> driver.Kernel:
         types: list[str] = []

@@ -1,0 +1,218 @@
+"""A Hopper GPU on the CPU for kernels in CUDA C++: the CUDA engine takes tensors of the CPU, and everything is its own down to the driver's calls.
+
+The text that NVRTC would be given is compiled by the C++ compiler instead, its inline PTX turned into calls of functions (ptx.py), and run by an emulated
+machine (machine/): threads are fibers, copies and products happen some time after they were asked for. What Triton compiles, its interpreter runs.
+"""
+
+import ctypes
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.support.hopper.ptx import translated
+from tests.support.recorded_launches import Driver, stand_in
+from tilewise.engines.cpp import compiler
+from tilewise.engines.gluon import NO_GLUON
+from tilewise.engines.gpu.driver import MAP_ALIGNMENT, MAP_BYTES, aligned_address
+from tilewise.engines.gpu.limits import shared_memory
+
+MISSING = NO_GLUON or (None if compiler.find() else "needs a C++ compiler")
+MACHINE = Path(__file__).parent / "machine"
+SHARED = shared_memory(90)
+EAGER, LATE, RANDOM = range(3)  # when copies and products happen: at once, as late as possible, at any time
+FLAGS = ("-U_FORTIFY_SOURCE", "-w", "-I", str(MACHINE))
+BARRIER = re.compile(r"\b(\w+_(?:full|empty)) = ")
+DTYPE_BYTES = {6: 2, 7: 4, 9: 2}  # of CU_TENSOR_MAP_DATA_TYPE_*
+
+
+class EmulationError(RuntimeError):
+    """The kernel did what it must not, or came to a stop."""
+
+
+class Timing(NamedTuple):
+    kind: int = RANDOM
+    seed: int = 0
+
+
+class Emulator(Driver):
+    """CUDA's driver: kernels are shared libraries, a launch runs them to the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder  # for compiled texts, by what they are
+        self.timing = Timing()
+        self.change: Callable[[str], str] = lambda text: text  # of a kernel's text, before it is compiled
+        self.launches = 0
+        self.marked = 0  # rows that a kernel has left to the fix-up, which would hide what it did to them
+        self.tensors: list[Any] = []  # whose addresses a launch is given
+        self._kernels: list[_Kernel] = []
+
+    # -- the compiler ------------------------------------------------------------------------------------------------
+
+    def compiled(self, text: str, name: str) -> tuple[bytes, str]:
+        """In place of NVRTC's: the path of a shared library."""
+        path = self._library(kernel_source(self.change(text)), ("-O1",))
+        return str(path).encode(), ""
+
+    def _library(self, source: str, extra: tuple[str, ...]) -> Path:
+        digest = hashlib.sha256(f"{compiler.identity()} {machine_digest()} {extra} {source}".encode()).hexdigest()
+        path = self.folder / f"{digest[:32]}.so"
+        if not path.exists():
+            path.with_suffix(f".{id(self)}").write_bytes(compiler.compiled(source, (*FLAGS, *extra)))
+            path.with_suffix(f".{id(self)}").rename(path)  # another process may be compiling the same
+        return path
+
+    @cached_property
+    def machine(self) -> Any:
+        library = ctypes.CDLL(str(self._library('#include "machine.cpp"', ("-O3",))), mode=ctypes.RTLD_GLOBAL)
+        library.run_grid.restype, library.give_memory.restype = ctypes.c_char_p, ctypes.c_void_p
+        return library
+
+    # -- the driver --------------------------------------------------------------------------------------------------
+
+    def cuModuleLoadData(self, module: Any, path: bytes) -> int:
+        self._kernels.append(_Kernel(path.decode(), self.machine))
+        module._obj.value = len(self._kernels)
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        function._obj.value = module.value
+        return 0
+
+    def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, steps: Any, *rest: Any) -> int:
+        """As struct TensorMap of machine/state.h."""
+        lists = [bytes(x)[:size].ljust(size, b"\0") for x, size in ((sizes, 32), (strides, 24), (box, 16))]
+        described = b"".join([struct.pack("P", address.value), *lists, struct.pack("II", DTYPE_BYTES[dtype], rest[1])])
+        ctypes.memmove(at.value, described.ljust(MAP_BYTES, b"\0"), MAP_BYTES)
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, _: None) -> int:
+        given, kernel = config._obj, self._kernels[function.value - 1]
+        assert given.shared_bytes <= SHARED and given.programs % kernel.cluster == 0
+        with self._moved(parameters[0], kernel.bytes_of_args) as args:
+            grid = (given.programs, given.threads, given.shared_bytes, kernel.cluster)
+            said = self.machine.run_grid(kernel.run, args, kernel.names, *grid, self.timing.kind, ctypes.c_uint64(self.timing.seed))
+            if said is not None:
+                raise EmulationError(said.decode())
+            self.launches += 1
+            self.marked += kernel.marked(args)
+        return 0
+
+    @contextmanager
+    def _moved(self, arguments: int, size: int) -> Iterator[Any]:
+        """The arguments, with the tensors in guarded memory; what is written there is copied back."""
+        machine, moved = self.machine, ctypes.create_string_buffer(size + MAP_ALIGNMENT)
+        at = aligned_address(moved)
+        ctypes.memmove(at, arguments, size)
+        words = (ctypes.c_uint64 * (size // 8)).from_address(at)
+        places: dict[int, int] = {}
+        sizes = {t.data_ptr(): bytes_of(t) for t in self.tensors if t.numel() > 0}
+        for n, word in enumerate(words):
+            if word in sizes:
+                if word not in places:
+                    places[word] = machine.give_memory(ctypes.c_size_t(word), ctypes.c_size_t(sizes[word]))
+                    ctypes.memmove(places[word], word, sizes[word])
+                words[n] = places[word]
+        try:
+            yield ctypes.c_void_p(at)
+            for given, place in places.items():
+                ctypes.memmove(given, place, sizes[given])
+        finally:
+            machine.take_memory()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, sms: int = 4) -> Emulator:
+    """The CUDA engine on the CPU, as long as the patch lasts. The kernel store is left out: kernels of changed texts would have the same keys."""
+    from tilewise.engines.cuda import nvrtc
+    from tilewise.engines.gluon import run
+    from tilewise.engines.gpu import kernel_cache, launch, structure
+    from tilewise.engines.gpu.kernel_request import OwnCompiler
+    from tilewise.frontend import call_cache
+
+    emulator = Emulator(folder)
+    stand_in(monkeypatch, emulator, sms, SHARED)
+    monkeypatch.setattr(nvrtc, "compiled", emulator.compiled)
+    monkeypatch.setattr(kernel_cache, "load_or_build", lambda request, table: table.compiled(request))
+    monkeypatch.setattr(structure, "_prepared", {})
+    call_cache.forget()
+    interpreted, prepare = launch.interpreted, launch.prepare
+
+    def prepared(given: launch.Launch, device: torch.device) -> Any:
+        is_ours = isinstance(given.table, OwnCompiler)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "interpreted", lambda: not is_ours and interpreted())
+            return prepare(given, device)
+
+    monkeypatch.setattr(run, "prepare", prepared)
+    monkeypatch.setattr(run, "_counters", {})  # a kernel that was stopped leaves one anywhere
+    _tell_tensors(monkeypatch, emulator)
+    return emulator
+
+
+def _tell_tensors(monkeypatch: pytest.MonkeyPatch, emulator: Emulator) -> None:
+    """The emulator is told how large what it is given addresses of is: the call's own tensors, and static ones."""
+    from tilewise.engines.gpu.launch import BoundLaunch, PreparedLaunch
+
+    static: dict[int, tuple[Any, Any]] = {}
+    launch, bind = BoundLaunch.launch, PreparedLaunch._with
+
+    def launched(self: BoundLaunch, tensors: Sequence[Any]) -> None:
+        emulator.tensors = [t for t in tensors if t is not None and not isinstance(t, int)] + static[id(self)][1]
+        launch(self, tensors)
+
+    def bound(self: PreparedLaunch, tensors: Sequence[Any], *rest: Any) -> BoundLaunch:
+        made = bind(self, tensors, *rest)
+        static[id(made)] = made, list(tensors)
+        return made
+
+    monkeypatch.setattr(BoundLaunch, "launch", launched)
+    monkeypatch.setattr(PreparedLaunch, "_with", bound)
+
+
+def bytes_of(t: torch.Tensor) -> int:
+    """From its first byte to behind its last."""
+    return (sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) + 1) * t.element_size()
+
+
+class _Kernel:
+    """A loaded text."""
+
+    def __init__(self, path: str, machine: Any) -> None:
+        self._machine = machine  # whose functions it calls, so that has to be loaded before
+        self._library = ctypes.CDLL(path)
+        self.run, self.marked = self._library.run_thread, self._library.marked_rows
+        self.cluster, self.bytes_of_args = (ctypes.c_int.in_dll(self._library, name).value for name in ("cluster_size", "bytes_of_args"))
+        self.names = ctypes.byref(ctypes.c_char.in_dll(self._library, "barrier_names"))
+
+
+def kernel_source(text: str) -> str:
+    """C++ of a kernel's text: its entry, called by every thread, and the names of its barriers, for messages."""
+    names = "".join([f'{{"{name}", Shared::{name}}}, ' for name in BARRIER.findall(text)])
+    return f"""#include "language.h"
+#include "instructions.h"
+{translated(text)}
+#pragma GCC visibility push(default)
+extern "C" {{
+int cluster_size = CLUSTER, bytes_of_args = sizeof(Args);
+hopper::BarrierName barrier_names[] = {{{names}{{nullptr, 0}}}};
+void run_thread(const void* args) {{ forward(*(const Args*)args); }}
+int marked_rows(const Args* a) {{
+    int count = 0;
+    for (long long i = 0; i < (long long)a->n_bh * a->n_q; i++) count += a->lse[i] != a->lse[i];
+    return count;
+}}
+}}
+#pragma GCC visibility pop
+"""
+
+
+@lru_cache(maxsize=1)
+def machine_digest() -> str:
+    return hashlib.sha256(b"".join([path.read_bytes() for path in sorted(MACHINE.iterdir())])).hexdigest()
