@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, name_of, trace_score
-from tilewise.masks import broadcast_load
+from tilewise.masks.expressions import broadcast_load
 from tilewise.named import Covers, Named, check_whole, counted, covers, is_whole, named
 
 __all__ = ["Score", "ScoreFunction", "Sinks", "alibi", "alibi_slopes", "as_score", "bias", "distance_decay", "relative_bias", "sinks", "softcap"]

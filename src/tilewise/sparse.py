@@ -19,7 +19,8 @@ from tilewise.attention import attention
 from tilewise.cubes import Cubes, cubes, cubes_for
 from tilewise.errors import InputError
 from tilewise.lang import trace_mask
-from tilewise.masks import Mask, broadcast_load
+from tilewise.masks import Mask
+from tilewise.masks.expressions import broadcast_load
 from tilewise.tiles import EMPTY, FULL, PARTIAL, ChosenTiles, Geometry, TileMap, check_tile, from_chosen
 
 __all__ = ["Cubes", "cube_attention", "cubes", "moba", "moba_map", "pooled", "pooled_scores", "top_k", "top_p", "vsa"]

@@ -118,6 +118,11 @@ def test_a_pickle_holds_a_name_and_parameters(name: str) -> None:
     assert b"Program" not in fresh and b"lambda" not in fresh
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_a_pickle_names_the_package_of_masks_and_no_file_in_it(name: str) -> None:
+    assert b"tilewise.masks." not in pickle.dumps(MASKS[name]())
+
+
 def test_what_was_made_of_a_list_or_lengths_does_not_change_with_them() -> None:
     parents, lengths, prefix = [-1, 0, 0], torch.tensor([3, 4, 5]), torch.tensor([0, 0, 2])
     made = [masks.tree(parents), masks.tree(torch.tensor(parents)), masks.document(lengths=lengths), masks.shared_prefix(lengths, prefix)]

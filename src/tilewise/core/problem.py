@@ -13,7 +13,8 @@ from tilewise.core.pages import Pages, gathered
 from tilewise.core.places import Places
 from tilewise.errors import InputError
 from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
-from tilewise.masks import Grid, broadcast_load, causal
+from tilewise.masks import Grid, causal
+from tilewise.masks.expressions import broadcast_load
 from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named, is_whole
 from tilewise.scores import Score, ScoreFunction, Sinks, as_scores

@@ -26,7 +26,8 @@ from tilewise.core.map_cache import contents_key, values_key
 from tilewise.core.recording import unrecorded
 from tilewise.errors import InputError
 from tilewise.frontend.kept_buffers import KeptBuffers
-from tilewise.masks import Mask, broadcast_load, padding
+from tilewise.masks import Mask, padding
+from tilewise.masks.expressions import broadcast_load
 from tilewise.memory import can_be_looked_at
 from tilewise.sizes import broadcasts
 

@@ -16,7 +16,9 @@ from tilewise import masks, sparse
 from tilewise.attention import attention
 from tilewise.cubes import cubes_for
 from tilewise.frontend import mask_tensors
-from tilewise.masks import Mask, radial_reach
+from tilewise.masks import Mask
+from tilewise.masks.expressions import broadcast_load
+from tilewise.masks.vision import radial_reach
 
 TILE = 64  # tokens that a cube has at least, where the video has them
 
@@ -145,7 +147,7 @@ def _by_rule(mask: Mask, name: Any, video: Video) -> Tensor:
 
 def _with_padding(mask: Mask, padding: Tensor, sizes: tuple[int, int, int, int]) -> Mask:
     reading = mask_tensors.read(padding, sizes)
-    hidden = masks.broadcast_load(padding) if reading is None else reading.mask  # unread in compiled code
+    hidden = broadcast_load(padding) if reading is None else reading.mask  # unread in compiled code
     return mask if hidden is None else mask & hidden
 
 

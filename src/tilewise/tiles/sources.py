@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
-from tilewise.masks import Grid, Mask, broadcast_load
+from tilewise.masks import Grid, Mask
+from tilewise.masks.expressions import broadcast_load
 from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.sizes import broadcasts
 from tilewise.tiles.chosen import MOST_TILES, ChosenTiles, mark, nothing_chosen, tiles_of
