@@ -1,4 +1,4 @@
-"""Tile sizes and stages of the CUDA forward, by head dim. Those of 64 and 128 were chosen by measurements on an H200 (docs/kernels/hopper.md)."""
+"""Tile sizes and stages of the CUDA forward, by head dim. Those of 64 and 128 were chosen by measurements on an H200 (docs/kernels/hopper_trials.md)."""
 
 from dataclasses import dataclass
 

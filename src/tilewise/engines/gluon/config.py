@@ -1,4 +1,4 @@
-"""Tile sizes, stages and register budgets of the Hopper kernels, by head dim. Chosen by measurements on an H200 (docs/kernels/hopper.md).
+"""Tile sizes, stages and register budgets of the Hopper kernels, by head dim. Chosen by measurements on an H200 (docs/kernels/hopper_trials.md).
 
 A config is a constexpr of its kernel. Nothing here needs Triton.
 """

@@ -13,7 +13,7 @@
 //   products   | S0 |          | S1   | O += P0 V0  | S2   | O += P1 V1  |      | O += P V |
 //   registers       | softmax0 |      | softmax1    |      | softmax2    | ...             | O / sum -> memory
 //
-// Why it is as it is (docs/kernels/hopper.md has the measurements):
+// Why it is as it is (docs/kernels/hopper_trials.md has the measurements):
 //  - Anchored softmax. A row's maximum is looked for in its first key tile alone (and in masked ones). Later tiles keep that shift: their weights may exceed
 //    those of the first, for which there is room, since weights begin at 2^-ROOM; the sums, which are needed anyway, tell when a row gets out of hand, and
 //    it is brought back (`recenter`). That spares a maximum an element, its exchange among threads and the rescaling of O: a quarter of a step's instructions.

@@ -8,7 +8,7 @@ schedule, so empty tiles are never loaded. A consumer warpgroup owns 64 query ro
 
     issue S(i) = Q K(i)^T, then O += P(i-1) V(i-1); softmax(i) runs while the second product is under way.
 
-Why the schedule is as it is (docs/kernels/hopper.md has the measurements):
+Why the schedule is as it is (docs/kernels/hopper_trials.md has the measurements):
  - Ping-pong: warpgroups take turns at issuing their two products, so that the softmax of one runs under the products of another.
  - P is packed to 16 bits after the wait for P V. Packed before it, the new P needs registers of its own while the old P and the scores are still live.
  - Row maxima and sums are first reduced over the registers of a thread, even and odd columns apart: four independent chains instead of one. The sums are
