@@ -6,6 +6,7 @@ machine (machine/): threads are fibers, copies and products happen some time aft
 
 import ctypes
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -65,8 +66,9 @@ class Emulator(Driver):
         digest = hashlib.sha256(f"{compiler.identity()} {machine_digest()} {extra} {source}".encode()).hexdigest()
         path = self.folder / f"{digest[:32]}.so"
         if not path.exists():
-            path.with_suffix(f".{id(self)}").write_bytes(compiler.compiled(source, (*FLAGS, *extra)))
-            path.with_suffix(f".{id(self)}").rename(path)  # another process may be compiling the same
+            own = path.with_suffix(f".{os.getpid()}")  # another process may be compiling the same
+            own.write_bytes(compiler.compiled(source, (*FLAGS, *extra)))
+            own.rename(path)
         return path
 
     @cached_property
