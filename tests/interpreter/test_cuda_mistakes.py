@@ -79,9 +79,6 @@ MISTAKES = {
         WRONG, "upper = min(max(max(to + 1, 0) / BN, first), last + 1);", "upper = min(max(max(to, 0) / BN + 1, first), last + 1);"
     ),
     "tiles of the lower end": Mistake(WRONG, "lower = min(max((from + BN - 1) / BN, first), upper);", "lower = min(max(from / BN, first), upper);"),
-    "what half a tile is": Mistake(WRONG, "count <= HALF ? HALF : BN", "count <= HALF + 16 ? HALF : BN"),
-    "weights of half a tile": Mistake(WRONG, "issue_pv<HALF>(", "issue_pv<HALF - 16>("),
-    "the other half's scores": Mistake(WRONG, "apply_band(a, tile, key);\n            weigh_carefully", "weigh_carefully"),
     "a product's operand": Mistake(WRONG, "operand_at(b, i * 2048)", "operand_at(b, i * 1024)"),
     "an operand's chunks": Mistake(WRONG, "operand(v, BN * 128)", "operand(v, BN * 64)"),
     "halves of a pair": Mistake(WRONG, "pack(s[2 * i], s[2 * i + 1])", "pack(s[2 * i + 1], s[2 * i])"),

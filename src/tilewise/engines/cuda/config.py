@@ -16,7 +16,6 @@ ROWS = 64  # query rows of a warpgroup
 CHUNK = 64  # columns that lie side by side in shared memory, in 128 bytes
 CLUSTER_TILES = 8  # query tiles of a head from which on programs share keys in pairs, though one tile may be missing from the last pair
 MOST_KEYS_OF_BAND = 128  # of a step
-HALVED_DIMS = (64, 128, 256)  # of Q, K and V where ptxas has registers left for products of half tiles; elsewhere it serialises all of them
 REGISTERS, REGISTERS_SCORED, REGISTERS_DROPOUT = 196, 188, 176  # that scores, weights and outputs may take of a thread's 240
 
 
@@ -39,7 +38,6 @@ class ForwardConfig:
     anchored: bool  # row maxima are looked for in a row's first key tile and in masked ones alone
     dropout: bool
     partial: bool  # outputs are parts of rows', in fp32
-    halved: bool  # a band's key tile of which a warpgroup sees at most half has half of the products, or none
 
     @property
     def block_m(self) -> int:
@@ -94,13 +92,10 @@ def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
     Gluon engine's: the two share tile schedules, mask bits and the fix-up. Without one, a step takes as many keys as fit; of a band up to 128, because larger
     tiles lie across its edges too often."""
     theirs, dims, scored, dropout = gluon.forward_config(p), (-(-p.head_dim // 16) * 16, p.v_dim), has_score(p), p.dropout_p > 0
-    band = band_for(p)
-    banded, is_causal = band is not None, band is not None and band.high <= 0
-
-    halved = banded and not (scored or dropout or p.partial) and dims[0] == dims[1] and dims[0] in HALVED_DIMS
+    banded = band_for(p) is not None
 
     def form(block_n: int, k_stages: int, v_stages: int, cluster: int) -> ForwardConfig:
-        rest = (mapped, banded, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p, is_causal), dropout, p.partial, halved)
+        rest = (mapped, banded, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout, p.partial)
         return ForwardConfig(*dims, block_n, theirs.warpgroups, k_stages, v_stages, cluster, *rest)
 
     most = theirs.block_n if mapped else MOST_KEYS_OF_BAND if banded else 256

@@ -5,7 +5,7 @@ import torch
 from tilewise.core.problem import Problem
 from tilewise.engines.codegen import Extents, layouts_of
 from tilewise.engines.cuda.emit import Writer, score_source
-from tilewise.engines.cuda.refusals import UP_TO_ONE, is_smooth
+from tilewise.engines.cuda.refusals import UP_TO_ONE
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.mods import LARGEST_TILE, extents_of, function_of, has_score, inner_score, scales
 from tilewise.lang import BoundProgram
@@ -24,12 +24,10 @@ def score_of(p: Problem) -> Generated | None:
     return function_of("cuda score", _call(p), p, make) if has_score(p) else None
 
 
-def keeps_range(p: Problem, is_causal: bool) -> bool:
-    """Whether a score is not expected to rise far above any row's first ones. Weights in float16 have no room for that. Bounded scores cannot; smooth ones, as
-    ALiBi, fall with the distance as a rule, and with a causal mask keys are visited from the diagonal on. Where that is wrong, time is lost, nothing else."""
+def keeps_range(p: Problem) -> bool:
+    """Whether a score cannot rise far above any row's first ones. Weights in float16 have no room for that."""
     program = _call(p).program
-    is_bounded = program.instructions[program.results[0]].op in UP_TO_ONE and 2.0 * scales(p)[1] <= NARROW
-    return p.dtype == torch.bfloat16 and (is_bounded or (is_causal and is_smooth(program)))
+    return p.dtype == torch.bfloat16 and program.instructions[program.results[0]].op in UP_TO_ONE and 2.0 * scales(p)[1] <= NARROW
 
 
 def _call(p: Problem) -> BoundProgram:

@@ -5,7 +5,6 @@ from tilewise.engines.gluon.patches import grid_width
 from tilewise.engines.gpu.mods import inner_score
 from tilewise.lang import Program
 
-SMOOTH = ("score", "index", "load", "int", "float", "literal", "cast", "add", "sub", "mul", "div", "neg", "abs")
 UP_TO_ONE = ("tanh", "sigmoid", "sin", "cos", "erf")  # functions whose values have a size of at most 1
 MOST_OPERATIONS = 64  # of a score, for every element: they are written out for each that a thread holds, and compilers take their time
 
@@ -34,9 +33,3 @@ def is_plain_arithmetic(program: Program) -> bool:
     """Whether a score reads no captured tensor by query and key, and calls no function that bounds it (softcap's tanh does)."""
     loads = [step.op == "load" and "q" in uses and "kv" in uses for step, uses in zip(program.instructions, program.dependencies, strict=True)]
     return not any(loads) and not any([step.op in UP_TO_ONE for step in program.instructions])
-
-
-def is_smooth(program: Program) -> bool:
-    """Whether a score changes little from one key to the next: sums and products of positions, and of numbers that are the same for all of them."""
-    loads = [step.op == "load" and not uses.isdisjoint(("q", "kv")) for step, uses in zip(program.instructions, program.dependencies, strict=True)]
-    return not any(loads) and all([step.op in SMOOTH for step in program.instructions])

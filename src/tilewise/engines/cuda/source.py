@@ -104,29 +104,24 @@ def _describe(name: str, kind: Any, fields: list[str], types: list[str]) -> None
 
 
 def products(config: ForwardConfig) -> str:
-    dtype, half = "f16" if config.fp16 else "bf16", -(-config.block_n // 32) * 16
-    scores = [("qk_mma", config.block_n), *([("qk_mma_half", half)] if config.halved else [])]
-    return "".join([wgmma_of_shared(name, n, config.block_n // 2, dtype) for name, n in scores]) + wgmma_of_registers("pv_mma", config.dv, dtype)
+    dtype = "f16" if config.fp16 else "bf16"
+    return wgmma("qk_mma", config.block_n, dtype, a_in_registers=False) + wgmma("pv_mma", config.dv, dtype, a_in_registers=True)
 
 
-def wgmma_of_shared(name: str, n: int, held: int, dtype: str) -> str:
-    """A function around wgmma m64 x n x k16 with float32 sums, the first n / 2 of d[held]. A and B lie in shared memory, rows of k contiguous."""
-    return _wgmma(f"{name}(float (&d)[{held}], u64 a, u64 b, bool add)", n, dtype, f"%{n // 2}", ['"l"(a)'], "p, 1, 1, 0, 0")
-
-
-def wgmma_of_registers(name: str, n: int, dtype: str) -> str:
-    """The same with d[n / 2], A in registers, and B k x n as it lies (n contiguous)."""
-    a, inputs = "{" + ", ".join([f"%{n // 2 + i}" for i in range(4)]) + "}", [f'"r"(a[{i}])' for i in range(4)]
-    return _wgmma(f"{name}(float (&d)[{n // 2}], const u32* a, u64 b, bool add)", n, dtype, a, inputs, "p, 1, 1, 1")
-
-
-def _wgmma(signature: str, n: int, dtype: str, a: str, inputs: list[str], flags: str) -> str:
+def wgmma(name: str, n: int, dtype: str, a_in_registers: bool) -> str:
+    """A function around wgmma m64 x n x k16 with float32 sums d[n / 2]. A lies in registers, and B is k x n as it lies (n contiguous); or both lie in shared
+    memory, rows of k contiguous."""
     count = n // 2
     sums = ", ".join([f"%{i}" for i in range(count)])
     results = ", ".join([f'"+f"(d[{i}])' for i in range(count)])
+    if a_in_registers:
+        a, parameter, flags = "{" + ", ".join([f"%{count + i}" for i in range(4)]) + "}", "const u32* a", "p, 1, 1, 1"
+        inputs = [f'"r"(a[{i}])' for i in range(4)]
+    else:
+        a, parameter, flags, inputs = f"%{count}", "u64 a", "p, 1, 1, 0, 0", ['"l"(a)']
     b = count + len(inputs)
     return (
-        f"__device__ __forceinline__ void {signature} {{\n"
+        f"__device__ __forceinline__ void {name}(float (&d)[{count}], {parameter}, u64 b, bool add) {{\n"
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{b + 1}, 0;\\n'
         f'wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{sums}}}, {a}, %{b}, {flags};\\n}}"\n'
         f'                 : {results} : {", ".join(inputs)}, "l"(b), "r"((int)add));\n}}\n'

@@ -4,9 +4,9 @@
 //   Dropout makes some of P 0 after they were summed. A sink is one more weight in the sum, 2^(sink log2 e - shift).
 //
 // The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, BANDED, FP16, SINKS, SCORED,
-// ANCHORED, DROPOUT, PARTIAL, HALVED, the struct Args, band.cuh if BANDED, a struct Score (emit.py) if SCORED, and functions around wgmma,
-//   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)            64 x BN x 16, both operands in shared memory as they lie; qk_mma_half: of HALF keys
-//   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)     64 x DV x 16, P in registers, V as it lies
+// ANCHORED, DROPOUT, PARTIAL, the struct Args, band.cuh if BANDED, a struct Score (emit.py) if SCORED, and two functions,
+//   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)        64 x BN x 16, both operands in shared memory as they lie
+//   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)  64 x DV x 16, P in registers, V as it lies
 //
 // A query tile's steps, one for each key tile, in a consumer warpgroup; its products run beside the softmax of the step before:
 //
@@ -29,7 +29,6 @@
 #define PLACED (SCORED || DROPOUT || BANDED)                    // consumers have to know which keys they see
 #define MASKED (MAPPED || BANDED)                               // some key tiles are not visited, and some are masked
 #define NO (DV / 2)                                             // a thread's outputs
-#define HALF ((BN / 2 + 15) / 16 * 16)                          // keys of half a tile
 #define K_CHUNKS ((D + 63) / 64)
 #define V_CHUNKS ((DV + 63) / 64)
 #if FP16
@@ -213,23 +212,11 @@ DEV void issue_qk(float (&s)[NS], u32 q, u32 k) {
     mma_commit();
 }
 
-#if HALVED
-// The same for the first HALF keys of a tile; other scores stay as they are.
-DEV void issue_qk_half(float (&s)[NS], u32 q, u32 k) {
-    u32 a = operand(q, 16), b = operand(k, 16);
-    mma_fence();
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) qk_mma_half(s, operand_at(a, i / 4 * (BM * 128) + i % 4 * 32), operand_at(b, i / 4 * (BN * 128) + i % 4 * 32), i > 0);
-    mma_commit();
-}
-#endif
-
-// O += P V over the tile's first KEYS.
-template <int KEYS> DEV void issue_pv(float (&o)[NO], const u32 (&p)[NS / 2], u32 v) {
+DEV void issue_pv(float (&o)[NO], const u32 (&p)[NS / 2], u32 v) {
     u32 b = operand(v, BN * 128);
     mma_fence();
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; i++) pv_mma(o, p + 4 * i, operand_at(b, i * 2048), true);
+    for (int i = 0; i < BN / 16; i++) pv_mma(o, p + 4 * i, operand_at(b, i * 2048), true);
     mma_commit();
 }
 
@@ -361,54 +348,19 @@ struct Rows {
             for (int i = 0; i < 4; i++) s[4 * j + i] = 8 * j + i % 2 < left - 2 * (int)(threadIdx.x & 3) ? s[4 * j + i] : -INF;
     }
 
-#if HALVED
-    // How many of a key tile's keys, from the first, some row of this warpgroup sees: 0, HALF or BN, rounded up.
-    DEV int seen_keys(const Args& a, int tile, int key) const {
-        int last = min(tile * BM + (int)wg * 64 + 63, a.n_q - 1), count = min(last + a.high, a.n_kv - 1) - key + 1;
-        return count <= 0 ? 0 : count <= HALF ? HALF : BN;
-    }
-
-    // The whole work on a query tile's first key tile where this warpgroup sees at most half of it, as on the diagonal: half of the products, or none.
-    DEV void half_step(const Args& a, u32 it, bool sees, bool is_last, int tile) {
-        u32 ks = it % K_STAGES, vs = it % V_STAGES;
-        int key = first_key(it);
-        float decay[2];
-        if (sees) {
-            issue_qk_half(s, q(), base + Shared::k + ks * Shared::tile_k);
-            mma_wait<0>();
-            pin(s);
-        }
-        release(base + Shared::k_empty + 8 * ks);
-        if (is_last) release_q();
-        if (sees) {                                             // scores of the other half are those of an earlier tile, and outside the band
-            apply_band(a, tile, key);
-            weigh_carefully(decay);
-            drop(a, key);
-            pack_p();
-        }
-        wait_v(it);
-        __syncwarp();                                           // one thread gives V back for its warp, all of which must have seen it come
-        if (sees) {
-            issue_pv<HALF>(o, p, base + Shared::v + vs * Shared::tile_v);
-            mma_wait<0>();
-            pin(o);
-        }
-        release(base + Shared::v_empty + 8 * vs);
-    }
-#endif
-
-    // S and softmax of the first key tile with products of its own, which has arrived. in_turn: others are at their second.
-    DEV void first_step(const Args& a, u32 it, bool is_masked, bool is_last, bool in_turn, int tile, const u32 (&words)[2]) {
+    // S and softmax of a query tile's first key tile.
+    DEV void first_step(const Args& a, u32 it, int steps, bool is_masked, int tile, const u32 (&words)[2]) {
         u32 ks = it % K_STAGES;
         float decay[2];
-        if (in_turn) begin_turn();
+        wait_k(it);
         issue_qk(s, q(), base + Shared::k + ks * Shared::tile_k);
-        if (in_turn) end_turn();
         int key = first_key(it);
         mma_wait<0>();
         pin(s);
         release(base + Shared::k_empty + 8 * ks);
-        if (is_last) release_q();
+        if (steps == 1) release_q();
+        shift[0] = shift[1] = UNSET;
+        sum[0] = sum[1] = 0.0f;
         apply_score(a, key);
 #if MAPPED
         apply_bits(words);
@@ -421,8 +373,8 @@ struct Rows {
         drop(a, key);
         pack_p();
 #pragma unroll
-        for (int i = 0; i < NO; i++) o[i] *= decay[i / 2 % 2];
-        if (!is_last) wait_k(it + 1);
+        for (int i = 0; i < NO; i++) o[i] = 0.0f;
+        if (steps > 1) wait_k(it + 1);
     }
 
     // S and softmax of key tile `it`, which has arrived, and P V of the one before.
@@ -431,7 +383,7 @@ struct Rows {
         begin_turn();
         issue_qk(s, q(), base + Shared::k + ks * Shared::tile_k);
         wait_v(it - 1);
-        issue_pv<BN>(o, p, base + Shared::v + vs * Shared::tile_v);
+        issue_pv(o, p, base + Shared::v + vs * Shared::tile_v);
         end_turn();
         int key = first_key(it);
         mma_wait<1>();
@@ -491,7 +443,7 @@ struct Rows {
     DEV void last_product(u32 it) {
         u32 vs = it % V_STAGES;
         wait_v(it);
-        issue_pv<BN>(o, p, base + Shared::v + vs * Shared::tile_v);
+        issue_pv(o, p, base + Shared::v + vs * Shared::tile_v);
         mma_wait<0>();
         pin(o);
         release(base + Shared::v_empty + 8 * vs);
@@ -580,15 +532,15 @@ struct Rows {
 #if DROPOUT
             counter[0] = (tile * BM + row) / 16 * 8 + row % 8, counter[1] = bh % a.n_heads, counter[2] = bh / a.n_heads;
 #endif
-            shift[0] = shift[1] = UNSET;
-            sum[0] = sum[1] = 0.0f;
-#pragma unroll
-            for (int i = 0; i < NO; i++) o[i] = 0.0f;
 #if MASKED
             masked = uniform(get_shared(from + 12));
             block = uniform(get_shared(from + 16));
             if (steps == 0) {                                   // its rows attend nothing
                 release_q();
+                shift[0] = shift[1] = UNSET;
+                sum[0] = sum[1] = 0.0f;
+#pragma unroll
+                for (int i = 0; i < NO; i++) o[i] = 0.0f;
                 store(a, bh, tile, sink_of(a, bh));
                 continue;
             }
@@ -596,26 +548,12 @@ struct Rows {
 #if MAPPED
             load_bits(words, a, block, masked > 0);
 #endif
-            int i = 0;
-            wait_k(it);
-#if HALVED
-            int seen = seen_keys(a, tile, first_key(it));
-            if (seen < BN) {
-                half_step(a, it, seen > 0, steps == 1, tile);
-                i++, it++;
-                if (steps == 1) {
-                    store(a, bh, tile, sink_of(a, bh));
-                    continue;
-                }
-                wait_k(it);
-            }
-#endif
-            first_step(a, it, i < masked, i + 1 == steps, i > 0, tile, words);
+            first_step(a, it, steps, masked > 0, tile, words);
 #if MAPPED
             load_bits(words, a, block + 1, masked > 1);
 #endif
-            i++, it++;
-            for (; i < steps; i++, it++) step(it, i < masked, i + 1 == steps, words, a, tile, block + i + 1, i + 1 < masked);
+            it++;
+            for (int i = 1; i < steps; i++, it++) step(it, i < masked, i + 1 == steps, words, a, tile, block + i + 1, i + 1 < masked);
             float sink = sink_of(a, bh);
             last_product(it - 1);
             store(a, bh, tile, sink);
