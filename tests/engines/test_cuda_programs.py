@@ -34,7 +34,7 @@ template <typename T> INLINE T fetch(const T* p) { return *p; }
 def source(call: BoundProgram, k: int) -> str:
     """One function program_k(captures, ints, floats, places, scores [tiles, NS]), for all key tiles of a thread."""
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, False) for t in call.captures)
-    inside, anywhere = (Writer(call, Extents(B + 1, H + 1, Q, n), layouts) for n in (KV, KV + 256))
+    inside, anywhere = (Writer(call, Extents(B + 1, H + 1, Q + n, KV + n), layouts) for n in (0, 256))
     types = [C_TYPES.get(t.dtype, f"int{8 * t.element_size()}_t" if t.dtype is not torch.uint8 else "uint8_t") for t in call.captures]
     places = sum(2 * t.dim() for t in call.captures)
     fields = [f"const {type}* p_{n};" for n, type in enumerate(types)]
@@ -50,7 +50,7 @@ extern "C" __attribute__((visibility("default"))) void program_{k}(void* const* 
     {" ".join(fills)}
     Score score;
     score.begin(a, {B}, {H}, {ROW});
-    for (i32 first = 0; first < {KV}; first += KEYS) score.apply(a, *tiles++, first + {2 * COLUMN}, first + KEYS <= {KV});
+    for (i32 first = 0; first < {KV}; first += KEYS) score.apply(a, *tiles++, first + {2 * COLUMN}, first + KEYS <= {KV} && {ROW + 8} < {Q});
 }}
 }}
 """
@@ -144,7 +144,7 @@ def test_a_key_is_part_of_a_loads_instruction() -> None:
     for name in ("alibi", "relative bias that reaches every key"):
         call = trace_score((NAMED[name](),), torch.float32)
         layouts = tuple(Layout(True, False) for _ in call.captures)
-        texts[name] = score_source(*(Writer(call, Extents(1, 8, Q, n), layouts) for n in (KV, KV + 256)))
+        texts[name] = score_source(*(Writer(call, Extents(1, 8, Q + n, KV + n), layouts) for n in (0, 256)))
     assert "multiply_add((float)(0 + c), " in texts["alibi"] and "apply_inside" not in texts["alibi"]
-    inside, anywhere = texts["relative bias that reaches every key"].split("void apply_anywhere")
+    inside, anywhere = texts["relative bias that reaches every key"].split("Distance distance_anywhere")
     assert " + (0 - c))" in inside and "greater" not in inside and "greater" in anywhere

@@ -134,12 +134,40 @@ def test_maxima_that_rise_along_the_keys(emulator: Emulator, dim: int, low: int)
 
 
 def test_what_is_not_finite_is_computed_again(emulator: Emulator) -> None:
-    """A NaN beyond the band reaches rows through the products of whole tiles; they are marked, and none of it is left."""
+    """A NaN beyond the band reaches rows through the products of whole tiles; they are computed again, and none of it is left."""
     q, k, v = inputs(128, length=10)
     k[:, :, 6:], v[:, :, 6:] = math.nan, math.nan
     out = attended([q, k, v], "cuda", mask=masks.causal)
     assert emulator.marked == 2 * 10
     assert out[:, :, :6].isfinite().all() and out[:, :, 6:].isnan().all()
+
+
+SPOILT: dict[str, tuple[Any, Any, int]] = {  # key and value from a row on, which nobody attends or some do, and how many queries are computed again
+    "NaN": (math.nan, math.nan, 330 - 256),  # those of the tile in which it lies
+    "infinite values": (0.0, math.inf, 330 - 256),
+    "infinite keys": (math.inf, 0.0, 330 - 300),  # those that attend it: masked scores are never looked at
+}
+
+
+@pytest.mark.parametrize("extra", [None, "sinks", "window", "cross"])
+@pytest.mark.parametrize("name", SPOILT)
+def test_rows_computed_again_are_the_references(emulator: Emulator, name: str, extra: str | None) -> None:
+    dims = {None: (128, 128), "sinks": (64, 64), "window": (256, 256), "cross": (72, 200)}[extra]
+    generator = torch.Generator().manual_seed(1)
+    lengths = (330, 200 if extra == "cross" else 330)
+    q, k, v = (
+        torch.randn(2, h, n, d, generator=generator).bfloat16() for h, n, d in ((4, lengths[0], dims[0]), (2, lengths[1], dims[0]), (2, lengths[1], dims[1]))
+    )
+    at = lengths[1] - 30
+    for t, value in zip((k, v), SPOILT[name], strict=False):
+        t[1, 1, at:] = value if value else t[1, 1, at:]
+    mask = None if extra == "cross" else masks.causal & masks.sliding_window(100) if extra == "window" else masks.causal
+    score = scores.sinks(torch.randn(4, generator=generator)) if extra == "sinks" else None
+    options: dict[str, Any] = {"mask": mask, "score": score, "return_lse": True}
+    found, wanted = (attended([q, k, v], engine, **options) for engine in ("cuda", "reference"))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert emulator.marked >= 2 * (330 if extra == "cross" and name != "infinite keys" else SPOILT[name][2])
 
 
 # -- when things happen ------------------------------------------------------------------------------------------------

@@ -156,7 +156,8 @@ print(Counts.built, Counts.loaded)
     [
         ({"mask": masks.causal}, "cuda_fwd"),
         ({"mask": masks.causal & masks.sliding_window(100)}, "cuda_fwd"),
-        ({"mask": masks.causal, "score": scores.alibi(4)}, "hopper_fwd"),
+        ({"mask": masks.causal, "score": scores.alibi(4)}, "cuda_fwd"),
+        ({"score": scores.alibi(4)}, "hopper_fwd"),
         ({"mask": masks.document(torch.arange(512) // 100)}, "cuda_fwd"),
         ({"mask": masks.causal, "score": scores.alibi(4), "dropout_p": 0.1, "seed": 1}, "cuda_fwd"),
     ],

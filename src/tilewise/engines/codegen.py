@@ -12,6 +12,7 @@ from tilewise.lang.types import FLOATS, NUMBER, ZERO_DIM, Type, promote
 
 INT32 = 2**31 - 1  # integers up to here, either way, are emitted with 32 bits
 FLIPPED = {"+": "-", "-": "+"}
+SUMS = ("add", "sub", "neg")
 
 
 class Layout(NamedTuple):
@@ -69,9 +70,11 @@ class ProgramWriter:
 
     def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
         """What is added up to an integer, with its sign."""
+        is_sum = self.program.instructions[k].op in SUMS and self.types[k] == dtype
+        return self._terms_of_sum(k, sign, dtype) if is_sum else [(sign, k)]
+
+    def _terms_of_sum(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
         op, args, _, _ = self.program.instructions[k]
-        if op not in ("add", "sub", "neg") or self.types[k] != dtype:
-            return [(sign, k)]
         signs = {"add": (sign, sign), "sub": (sign, FLIPPED[sign]), "neg": (FLIPPED[sign],)}[op]
         return [term for a, s in zip(args, signs, strict=True) for term in self._terms(a, s, dtype)]
 

@@ -51,7 +51,7 @@ class Emulator(Driver):
         self.timing = Timing()
         self.change: Callable[[str], str] = lambda text: text  # of a kernel's text, before it is compiled
         self.launches = 0
-        self.marked = 0  # rows that a kernel has left to the fix-up, which would hide what it did to them
+        self.marked = 0  # rows that a kernel has left to the fix-up, or computed again by itself, which would hide what it did to them
         self.tensors: list[Any] = []  # whose addresses a launch is given
         self._kernels: list[_Kernel] = []
 
@@ -199,14 +199,17 @@ def kernel_source(text: str) -> str:
     names = "".join([f'{{"{name}", Shared::{name}}}, ' for name in BARRIER.findall(text)])
     return f"""#include "language.h"
 #include "instructions.h"
-{translated(text)}
+namespace {{ int repaired; }}
+{translated(text).replace("repair_row(a, bh, first", "repaired++, repair_row(a, bh, first")}
 #pragma GCC visibility push(default)
 extern "C" {{
 int cluster_size = CLUSTER, bytes_of_args = sizeof(Args);
 hopper::BarrierName barrier_names[] = {{{names}{{nullptr, 0}}}};
 void run_thread(const void* args) {{ forward(*(const Args*)args); }}
-int marked_rows(const Args* a) {{
-    int count = 0;
+int marked_rows(const Args* a) {{  // or those that the kernel computed again by itself, a warp each
+    int count = repaired / 32;
+    repaired = 0;
+    if (REPAIRS) return count;
     for (long long i = 0; i < (long long)a->n_bh * a->n_q; i++) count += a->lse[i] != a->lse[i];
     return count;
 }}

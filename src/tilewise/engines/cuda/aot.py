@@ -19,5 +19,6 @@ def forward_launches(p: Problem) -> list[Candidates]:
     def launch(config: ForwardConfig) -> list[Launch]:
         return [fwd_launch_with(p, output, counter, schedule, config)]
 
-    forms = [partial(launch, config) for config in forward_forms(p, schedule.mapped)]
-    return [*forms, gluon.fwd_fixup(p), *(gluon.fwd_mask_bits(p) if band_for(p) is None else [])]
+    forms = forward_forms(p, schedule.mapped)
+    fixup = [] if forms[0].repairs else [gluon.fwd_fixup(p)]
+    return [*[partial(launch, config) for config in forms], *fixup, *(gluon.fwd_mask_bits(p) if band_for(p) is None else [])]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise.core.problem import Problem
-from tilewise.engines.cuda.mods import keeps_range
+from tilewise.engines.cuda.mods import is_bounded, keeps_range, uses_distance
 from tilewise.engines.gluon import config as gluon
 from tilewise.engines.gpu.limits import shared_memory
 from tilewise.engines.gpu.mods import has_score
@@ -16,6 +16,8 @@ ROWS = 64  # query rows of a warpgroup
 CHUNK = 64  # columns that lie side by side in shared memory, in 128 bytes
 CLUSTER_TILES = 8  # query tiles of a head from which on programs share keys in pairs, though one tile may be missing from the last pair
 MOST_KEYS_OF_BAND = 128  # of a step
+KEYS_OF_THREE = 80  # of a step where three warpgroups compute head dims above 64
+KEPT_BY_DISTANCE = 8  # registers that hold what depends on the distance of a key and a query, for the second row
 REGISTERS, REGISTERS_SCORED, REGISTERS_DROPOUT = 196, 188, 176  # that scores, weights and outputs may take of a thread's 240
 
 
@@ -58,10 +60,15 @@ class ForwardConfig:
         """Of a thread, for scores, for the weights of the step before, in 16 bits, and for outputs."""
         return self.block_n // 2 + self.block_n // 4 + self.dv // 2
 
-    @property
-    def fits(self) -> bool:
+    def fits(self, kept: int) -> bool:
+        """kept: registers that a score keeps from one column to the next."""
         most = REGISTERS_DROPOUT if self.dropout else REGISTERS_SCORED if self.scored else REGISTERS
-        return self.shared <= shared_memory(90) and (self.registers <= most or self.warpgroups == 3)
+        return self.shared <= shared_memory(90) and (self.registers + kept <= most or self.warpgroups == 3)
+
+    @property
+    def repairs(self) -> bool:
+        """Whether the kernel itself computes rows again that are not finite: where neither mask bits nor functions decide about elements."""
+        return not (self.mapped or self.scored or self.dropout or self.partial)
 
     @property
     def warps(self) -> int:
@@ -90,16 +97,22 @@ def forward_config(p: Problem, mapped: bool) -> ForwardConfig:
 def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
     """What lengths may ask for: programs in pairs, if that pays (scores and dropout leave no registers for it), and alone. With a map, tiles are the
     Gluon engine's: the two share tile schedules, mask bits and the fix-up. Without one, a step takes as many keys as fit; of a band up to 128, because larger
-    tiles lie across its edges too often."""
+    tiles lie across its edges too often. A bounded score (softcap) takes the special function unit twice for an element: three warpgroups keep it busy."""
     theirs, dims, scored, dropout = gluon.forward_config(p), (-(-p.head_dim // 16) * 16, p.v_dim), has_score(p), p.dropout_p > 0
-    banded = band_for(p) is not None
+    band = band_for(p)
+    banded, anchored = band is not None, not scored or keeps_range(p, band)
+    kept = KEPT_BY_DISTANCE if scored and uses_distance(p) else 0
+    warpgroups = 3 if banded and max(dims) <= 2 * CHUNK and not dropout and is_bounded(p) else theirs.warpgroups
 
     def form(block_n: int, k_stages: int, v_stages: int, cluster: int) -> ForwardConfig:
-        rest = (mapped, banded, p.dtype == torch.float16, p.sinks is not None, scored, not scored or keeps_range(p), dropout, p.partial)
-        return ForwardConfig(*dims, block_n, theirs.warpgroups, k_stages, v_stages, cluster, *rest)
+        rest = (mapped, banded, p.dtype == torch.float16, p.sinks is not None, scored, anchored, dropout, p.partial)
+        return ForwardConfig(*dims, block_n, warpgroups, k_stages, v_stages, cluster, *rest)
 
     most = theirs.block_n if mapped else MOST_KEYS_OF_BAND if banded else 256
-    block_n = theirs.block_n if theirs.warpgroups == 3 else next(n for n in range(most, 0, -16) if form(n, 2, 2, 1).fits)
-    if mapped or banded or theirs.warpgroups == 3:
-        return [next(c for c in (form(block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits)]
+    if warpgroups == 3:
+        block_n = theirs.block_n if theirs.warpgroups == 3 else KEYS_OF_THREE
+    else:
+        block_n = next(n for n in range(most, 0, -16) if form(n, 2, 2, 1).fits(kept))
+    if mapped or banded or warpgroups == 3:
+        return [next(c for c in (form(block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits(kept))]
     return [form(block_n, 2, 2, cluster) for cluster in ((1,) if scored or dropout else (2, 1))]

@@ -1,7 +1,12 @@
 """A score function as CUDA C++: a struct that the forward asks for a thread's scores.
 
 A thread has two rows of a query tile, 8 apart, and of a key tile the columns 8 j + 2 c + e (forward.cu). What depends on neither is computed once for a
-query tile, with what depends on the row; what depends on the column once for both rows; only the rest for every element.
+query tile, with what depends on the row; what depends on the column once for both rows; only the rest for every element. What depends on the distance between
+key and query alone (ALiBi, tables of distances) is computed once for two elements: the second row is as far from a column as the first from the one 8 before.
+
+    columns     0    8    16   24          D: computed, = : as D of the row above, one to the left
+    row 0       D    D    D    D
+    row 8       D    =    =    =
 The operations' own text is written by engines/cxx/writer.py. Python numbers and captures are fields of the kernel's arguments.
 
 A key's place is kv0 + c: kv0 is the thread's own, c a constant once the loop is unrolled. Sums that hold it are split in two: a float made of it then costs
@@ -10,14 +15,17 @@ one addition of a constant, instead of an integer's and a conversion, and the ad
 
 from collections.abc import Mapping
 
-from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.codegen import SUMS, Extents, Layout
 from tilewise.engines.cxx.writer import SPECIAL, TYPE, CxxWriter, Special
 from tilewise.lang import BoundProgram
+from tilewise.lang.types import Type
 
-ONCE, ROW, COLUMN, ELEMENT = range(4)  # where a value is computed
+ONCE, ROW, COLUMN, DISTANCE, ELEMENT = range(5)  # where a value is computed
 ARGUMENTS = ("int", "float", "literal")  # values that are written wherever they are used
 EXACT = 2**24  # float32 holds every integer up to here
+SMOOTH = ("score", "index", "cast", "add", "sub", "mul", "div", "neg", "abs")  # operations after which neighbours differ little
 TILE = 1024  # more than a key's place in its tile
+IN_TILES = (DISTANCE, COLUMN, ELEMENT)  # what is computed for a key tile
 
 
 class Writer(CxxWriter):
@@ -27,24 +35,61 @@ class Writer(CxxWriter):
         self.levels: list[int] = []
         self.texts: list[str] = []  # how values are called
         self.fields: list[str] = []
-        self.statements: dict[int, list[str]] = {ONCE: [], ROW: [], COLUMN: [], ELEMENT: []}
+        self.distances: list[str] = []  # fields of the struct Distance
+        self.statements: dict[int, list[str]] = {ONCE: [], ROW: [], COLUMN: [], DISTANCE: [], ELEMENT: []}
         super().__init__(call.program, call, extents, layouts)
 
+    def _write(self, k: int) -> None:
+        self.levels.append(self._level(k))
+        super()._write(k)
+
+    def _level(self, k: int) -> int:
+        uses = self.program.dependencies[k]
+        if "score" in uses:
+            return ELEMENT
+        if {"q", "kv"} <= uses:
+            return DISTANCE if self._is_of_distance(k) else ELEMENT
+        return ROW if "q" in uses else COLUMN if "kv" in uses else ONCE
+
+    def _is_of_distance(self, k: int) -> bool:
+        """Whether a value that depends on query and key does so through their distance alone: it is that, or made of values that are."""
+        levels = {self.levels[a] for a in self.program.instructions[k].args}
+        return levels <= {ONCE, DISTANCE} or self._is_distance(k)
+
+    def _is_distance(self, k: int) -> bool:
+        """Key less query, or the other way round, plus what is the same for all of a query tile."""
+        op, _, _, type = self.program.instructions[k]
+        if op not in SUMS or self._width(k, type) != "i32":
+            return False
+        terms = self._terms_of_sum(k, "+", "i32")
+        keys, queries = ([sign for sign, n in terms if self._is_index(n, which)] for which in ("kv", "q"))
+        return len(keys) == len(queries) == 1 and keys != queries and all([self.levels[n] == ONCE for _, n in terms if not self._is_place(n)])
+
+    @property
+    def follows_distance(self) -> bool:
+        """Whether q.k is combined with nothing but functions of the distance between key and query, and of the query, and with smooth ones of the key."""
+        steps = zip(self.program.instructions, self.levels, strict=True)
+        return all([level in (ONCE, ROW, DISTANCE) or step.op in SMOOTH for step, level in steps])
+
     def declare(self, k: int, dtype: str, text: str) -> None:
-        uses, type = self.program.dependencies[k], TYPE[dtype]
-        level = ELEMENT if "score" in uses or {"q", "kv"} <= uses else ROW if "q" in uses else COLUMN if "kv" in uses else ONCE
-        self.levels.append(level)
+        level, type = self.levels[k], TYPE[dtype]
         if self.program.instructions[k].op in ARGUMENTS:
             self.texts.append(f"({type})({text})")
         elif level in (ONCE, ROW):
             self.texts.append(f"v{k}" if level == ONCE else f"v{k}[r]")
             self.fields.append(f"{type} v{k};" if level == ONCE else f"{type} v{k}[2];")
             self.statements[level].append(f"{self.texts[k]} = {text};")
+        elif level == DISTANCE:
+            self.texts.append(f"d.v{k}")
+            self.distances.append(f"{type} v{k};")
+            self.statements[level].append(f"d.v{k} = {text};")
         else:
             self.texts.append(f"v{k}")
             self.statements[level].append(f"const {type} v{k} = {text};")
 
     def value(self, k: int) -> str:
+        if self.levels[-1] == DISTANCE and self._is_place(k):  # of the value that is being written
+            return "q0" if self._is_index(k, "q") else "kv"
         return self.texts[k]
 
     def integer(self, n: int) -> str:
@@ -69,6 +114,13 @@ class Writer(CxxWriter):
     def special(self) -> Mapping[str, Special]:
         return SPECIAL_OF_CUDA
 
+    def _operation(self, name: str, args: tuple[int, ...], type: Type, dtype: str) -> str:
+        k = len(self.levels) - 1  # the value that is being written
+        if self.levels[k] == DISTANCE and self._is_distance(k):
+            first, second = self._split_terms(self._terms_of_sum(k, "+", "i32"))
+            return f"{first} + {second}"
+        return super()._operation(name, args, type, dtype)
+
     # -- sums in two parts -------------------------------------------------------------------------------------------
 
     def _cast(self, k: int, dtype: str) -> str:
@@ -84,14 +136,20 @@ class Writer(CxxWriter):
         if self.types[k] != "i32":
             return None
         terms = self._terms(k, "+", "i32")
-        signs = [sign for sign, n in terms if self._is_key(n)]
-        others = "".join([f" {sign} {self._cast(n, 'i32')}" for sign, n in terms if not self._is_key(n)])
-        kv0, c = ("".join([f" {sign} {name}" for sign in signs]) for name in ("kv0", "c"))
-        return (f"(0{kv0}{others})", f"(0{c})") if signs else None
+        return self._split_terms(terms) if any([self._is_index(n, "kv") for _, n in terms]) else None
 
-    def _is_key(self, k: int) -> bool:
+    def _split_terms(self, terms: list[tuple[str, int]]) -> tuple[str, str]:
+        signs = [sign for sign, n in terms if self._is_index(n, "kv")]
+        others = "".join([f" {sign} {self._cast(n, 'i32')}" for sign, n in terms if not self._is_index(n, "kv")])
+        kv0, c = ("".join([f" {sign} {name}" for sign in signs]) for name in ("kv0", "c"))
+        return f"(0{kv0}{others})", f"(0{c})"
+
+    def _is_index(self, k: int, which: str) -> bool:
         op, _, attr, _ = self.program.instructions[k]
-        return op == "index" and attr == "kv"
+        return op == "index" and attr == which
+
+    def _is_place(self, k: int) -> bool:
+        return self._is_index(k, "q") or self._is_index(k, "kv")
 
     # -- operations: see SPECIAL_OF_CUDA -----------------------------------------------------------------------------
 
@@ -116,21 +174,26 @@ SPECIAL_OF_CUDA: dict[str, Special] = {**SPECIAL, "div": Writer._div, "mul": Wri
 
 
 def score_source(inside: Writer, anywhere: Writer) -> str:
-    """The struct Score. `inside` may be used for key tiles that end before the sequence does, `anywhere` for all."""
-    both = inside.statements != anywhere.statements or inside.result(0, "f32") != anywhere.result(0, "f32")
-    lines = ['#line 1 "score"', "struct Score {", *_indent(anywhere.fields)]
+    """The struct Score. `inside` may be used for tiles that end before the sequences do, `anywhere` for all."""
+    both = [inside.statements[level] for level in IN_TILES] != [anywhere.statements[level] for level in IN_TILES]
+    both = both or inside.result(0, "f32") != anywhere.result(0, "f32")
+    lines = ['#line 1 "score"', "struct Score {", *_indent(["i32 q0;", *anywhere.fields])]
     lines += [
-        "    DEV void begin(const Args& a, i32 b, i32 h, i32 q0) {      // q0: the thread's first row",
+        "    DEV void begin(const Args& a, i32 b, i32 h, i32 row) {      // the thread's first",
+        "        q0 = row;",
         *_indent(anywhere.statements[ONCE], 2),
         "#pragma unroll",
         "        for (int r = 0; r < 2; r++) {",
-        "            const i32 q = min(q0 + 8 * r, a.n_q - 1);",
+        "            const i32 q = min(row + 8 * r, a.n_q - 1);",
         *_indent(anywhere.statements[ROW], 3),
         "        }",
         "    }",
-        *(_apply("apply_inside", inside) if both else []),
-        *_apply("apply_anywhere", anywhere),
-        "    // q.k becomes the score. kv0: the thread's first key; is_inside: none of the tile's keys lies past the end.",
+        "    struct Distance {                                           // what depends on it, for one of them",
+        *_indent(anywhere.distances, 2),
+        "    };",
+        *(_apply("inside", inside) if both else []),
+        *_apply("anywhere", anywhere),
+        "    // q.k becomes the score. kv0: the thread's first key; is_inside: none of the tile's queries and keys lies past the end.",
         "    DEV void apply(const Args& a, float (&s)[NS], i32 kv0, bool is_inside) const {",
         *(["        if (is_inside) apply_inside(a, s, kv0);", "        else apply_anywhere(a, s, kv0);"] if both else ["        apply_anywhere(a, s, kv0);"]),
         "    }",
@@ -142,17 +205,27 @@ def score_source(inside: Writer, anywhere: Writer) -> str:
 
 def _apply(name: str, w: Writer) -> list[str]:
     return [
-        f"    DEV void {name}(const Args& a, float (&s)[NS], i32 kv0) const {{",
+        f"    DEV Distance distance_{name}(const Args& a, i32 kv0, i32 c) const {{   // of the first row from column c, or of the second from c + 8",
+        "        const i32 kv = kv0 + c;",
+        "        Distance d;",
+        *_indent(w.statements[DISTANCE], 2),
+        "        return d;",
+        "    }",
+        f"    DEV void apply_{name}(const Args& a, float (&s)[NS], i32 kv0) const {{",
+        f"        Distance before[2] = {{distance_{name}(a, kv0, -8), distance_{name}(a, kv0, -7)}};",
         "#pragma unroll",
         "        for (int n = 0; n < NS / 2; n++) {",
         "            const i32 c = n / 2 * 8 + n % 2, kv = kv0 + c;",
+        f"            const Distance here = distance_{name}(a, kv0, c);",
         *_indent(w.statements[COLUMN], 3),
         "#pragma unroll",
         "            for (int r = 0; r < 2; r++) {",
+        "                const Distance d = r ? before[n % 2] : here;",
         "                const float score = s[n / 2 * 4 + 2 * r + n % 2] * a.score_scale;",
         *_indent(w.statements[ELEMENT], 4),
         f"                s[n / 2 * 4 + 2 * r + n % 2] = {w.result(0, 'f32')};",
         "            }",
+        "            before[n % 2] = here;",
         "        }",
         "    }",
     ]

@@ -1,11 +1,12 @@
 """Which problems that the Gluon engine serves the CUDA forward cannot serve, or should leave to it, and why."""
 
 from tilewise.core.problem import Problem
+from tilewise.engines.cuda.config import band_for
+from tilewise.engines.cuda.mods import UP_TO_ONE, keeps_range
 from tilewise.engines.gluon.patches import grid_width
 from tilewise.engines.gpu.mods import inner_score
 from tilewise.lang import Program
 
-UP_TO_ONE = ("tanh", "sigmoid", "sin", "cos", "erf")  # functions whose values have a size of at most 1
 MOST_OPERATIONS = 64  # of a score, for every element: they are written out for each that a thread holds, and compilers take their time
 
 
@@ -23,10 +24,11 @@ def refuse_problem(p: Problem) -> str | None:
 
 
 def faster_elsewhere(p: Problem) -> str | None:
-    """Why the Gluon engine should serve a problem. Measured on an H200: ALiBi 591 TFLOP/s there and 569 here (docs/kernels/hopper.md)."""
-    if p.score is not None and is_plain_arithmetic(p.score.program) and inner_score(p) is not None:  # a scale costs nothing
-        return "a score of plain arithmetic, as ALiBi, is computed faster by 'gluon'"
-    return None
+    """Why the Gluon engine should serve a problem. Measured on an H200: ALiBi with maxima in every step 591 TFLOP/s there and 569 here, without them 679 here
+    (docs/kernels/hopper_trials.md)."""
+    if p.score is None or inner_score(p) is None or not is_plain_arithmetic(p.score.program):  # a scale costs nothing
+        return None
+    return None if keeps_range(p, band_for(p)) else "a score of plain arithmetic, as ALiBi, is computed faster by 'gluon' but under causal masks and windows"
 
 
 def is_plain_arithmetic(program: Program) -> bool:

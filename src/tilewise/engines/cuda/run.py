@@ -3,7 +3,7 @@
 from tilewise.core import store
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
-from tilewise.engines.cuda.launches import fwd_launch
+from tilewise.engines.cuda.launches import fwd_launch, needs_fixup
 from tilewise.engines.cuda.nvrtc import CompileError
 from tilewise.engines.gluon import run as gluon_run
 from tilewise.engines.gluon.run import Forward, serves_forward
@@ -21,7 +21,7 @@ def forward(p: Problem, plan: GpuPlan) -> Output:
     if KIND in plan.given_up:
         return gluon_run.forward(p, plan)
     try:
-        ready = plan.prepared(FORWARD, p, KIND, lambda: Forward(p, fwd_launch))
+        ready = plan.prepared(FORWARD, p, KIND, lambda: Forward(p, fwd_launch, needs_fixup(p)))
     except CompileError as error:  # found, but of no use for this kernel: the Gluon engine's serves the same problems
         if plan.by_name:
             raise

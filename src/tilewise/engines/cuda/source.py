@@ -33,7 +33,8 @@ class CudaKernel(OwnCompiler):
         config, score = known["C"], known["SCORE"]
         scored = () if score is None else (_file(FOLDER / "program.cuh"), _file(HEADERS / "operations.h"), score.source)
         banded = (_file(FOLDER / "band.cuh"),) if config.banded else ()
-        parts = (constants(config), _file(FOLDER / "primitives.cuh"), arguments(request)[0], products(config), *banded, *scored)
+        repairs = (_file(FOLDER / "repair.cuh"),) if config.repairs else ()
+        parts = (constants(config), _file(FOLDER / "primitives.cuh"), arguments(request)[0], products(config), *banded, *repairs, *scored)
         parts += (_file(FOLDER / f"{self._entry}.cu"),)
         return "\n".join(parts)
 
@@ -71,7 +72,9 @@ def _compiled(text: str, name: str) -> tuple[bytes, str]:
 
 def constants(config: ForwardConfig) -> str:
     names = {"block_n": "BN", "warpgroups": "WGS"}
-    return "".join([f"#define {names.get(name, name.upper())} {int(value)}\n" for name, value in asdict(config).items()]) + "#define NS (BN / 2)\n"
+    given = {names.get(name, name.upper()): int(value) for name, value in asdict(config).items()}
+    known = given | {"REPAIRS": int(config.repairs), "NS": "(BN / 2)", "K_CHUNKS": "((D + 63) / 64)", "V_CHUNKS": "((DV + 63) / 64)"}
+    return "".join([f"#define {name} {value}\n" for name, value in known.items()])
 
 
 def arguments(request: KernelRequest) -> tuple[str, list[str]]:

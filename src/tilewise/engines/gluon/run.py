@@ -40,19 +40,20 @@ def serves_forward(p: Problem) -> bool:
 
 
 class Forward(Pass):
-    """Two launches: the forward, and its fix-up, which computes again the rows that the first found not finite."""
+    """Two launches: the forward, and its fix-up, which computes again the rows that the first found not finite; none where the first does that itself."""
 
-    def __init__(self, p: Problem, fwd_launch: FwdLaunch = launches.fwd_launch) -> None:
+    def __init__(self, p: Problem, fwd_launch: FwdLaunch = launches.fwd_launch, needs_fixup: bool = True) -> None:
         self._outputs = EmptyOutputs(p)
         output, _ = self._outputs(p.query)
         self._fwd = prepare(fwd_launch(p, output, counter(p.device)), p.device)
-        self._fixup = prepare(launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output)), p.device)
+        self._fixup = prepare(launches.fwd_fixup_launch(p, launches.fwd_fixup_tensors(p, output)), p.device) if needs_fixup else None
         self.device = self._fwd.device
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output:
         output, filled = self._outputs(query, needs_lse)
         self._fwd.launch([query, key, value, *filled, counter(query.device), sinks, seed])
-        self._fixup.launch([query, key, value, *filled, sinks, seed])
+        if self._fixup is not None:
+            self._fixup.launch([query, key, value, *filled, sinks, seed])
         return output
 
 

@@ -12,6 +12,7 @@ from tilewise.tools.bench_models.workload import Scale, Workload
 DOCUMENTS = (3000, 1200, 700, 4096, 2500, 388, 1500, 3000)  # tokens; 16,384 in all
 NEW_TOKENS = 32
 HOST_LAYERS = 16
+CAUSAL_LM = "ForCausalLM"  # the model with what makes logits of its output
 
 
 @contextmanager
@@ -68,16 +69,22 @@ def mistral(scale: Scale) -> Workload:
 
 
 def gemma2(scale: Scale) -> Workload:
+    return reads(scale, make_gemma2(scale, scale.pick(4096, 256)), scale.pick(8192, 512))
+
+
+def make_gemma2(scale: Scale, window: int, **settings: Any) -> Any:
     heads = scale.pick({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}, {"head_dim": 64})
-    model = make(scale, "Gemma2", sliding_window=scale.pick(4096, 256), **widths(scale) | heads)
-    return reads(scale, model, scale.pick(8192, 512))
+    return make(scale, "Gemma2", sliding_window=window, **widths(scale) | heads | settings)
 
 
 def gpt_oss(scale: Scale) -> Workload:
+    return reads(scale, make_gpt_oss(scale), scale.pick(8192, 512))
+
+
+def make_gpt_oss(scale: Scale, **settings: Any) -> Any:
     """Few and small experts: with gpt-oss's own, a step of so few layers would be theirs alone."""
     heads = scale.pick({"num_attention_heads": 32}, {}) | {"head_dim": 64, "intermediate_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
-    model = make(scale, "GptOss", sliding_window=128, **widths(scale) | heads)
-    return reads(scale, model, scale.pick(8192, 512))
+    return make(scale, "GptOss", sliding_window=128, **widths(scale) | heads | settings)
 
 
 # -- several sequences -------------------------------------------------------------------------------------------------
@@ -109,8 +116,15 @@ def llama_padded(scale: Scale) -> Workload:
 
 
 def generate(scale: Scale, left_padded: bool = False, **cache: Any) -> Workload:
+    return generates(scale, make(scale, "Llama", CAUSAL_LM, **widths(scale) | layers(scale)), left_padded, **cache)
+
+
+def layers(scale: Scale) -> dict[str, Any]:
+    return {"num_hidden_layers": scale.pick(8, 2)}
+
+
+def generates(scale: Scale, model: Any, left_padded: bool = False, **cache: Any) -> Workload:
     """A prompt and new tokens for each of 8 sequences, greedily; what is compared are the logits of the first new token."""
-    model = make(scale, "Llama", "ForCausalLM", **widths(scale) | {"num_hidden_layers": scale.pick(8, 2)})
     ids = tokens(scale, model, 8, scale.pick(2048, 128))
     keep = torch.ones_like(ids)
     if left_padded:
@@ -135,6 +149,20 @@ def generate_static(scale: Scale) -> Workload:
 def generate_compiled(scale: Scale) -> Workload:
     """transformers compiles decoding by itself when the cache is static, on a GPU."""
     return generate(scale, left_padded=True, cache_implementation="static")
+
+
+def generate_window(scale: Scale) -> Workload:
+    """Layers keep no more tokens than their window has."""
+    return generates(scale, make(scale, "Mistral", CAUSAL_LM, sliding_window=scale.pick(1024, 64), **widths(scale) | layers(scale)))
+
+
+def generate_softcap(scale: Scale) -> Workload:
+    """Every other layer keeps no more tokens than its window has."""
+    return generates(scale, make_gemma2(scale, scale.pick(1024, 64), head=CAUSAL_LM, **layers(scale)))
+
+
+def generate_sinks(scale: Scale) -> Workload:
+    return generates(scale, make_gpt_oss(scale, head=CAUSAL_LM, **layers(scale)))
 
 
 # -- host time ---------------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def _diffusion(name: str, about: str, build: Callable[[Scale], Workload], masked
     return Row(name, about, "diffusers", ("native", *others), (STEP, INFERENCE), build, calls_sdpa=calls_sdpa)
 
 
-def _generating(name: str, about: str, build: Callable[[Scale], Workload], **more: Any) -> Row:
-    return _language(name, about, build, modes=(INFERENCE,), **more)
+def _generating(name: str, about: str, build: Callable[[Scale], Workload], first: str = "sdpa", **more: Any) -> Row:
+    return _language(name, about, build, first, modes=(INFERENCE,), **more)
 
 
 def _host(name: str, about: str, build: Callable[[Scale], Workload]) -> Row:
@@ -87,9 +87,10 @@ ROWS = {
         _generating("generate", "Llama-like, 8 x 2048 tokens of prompt, 32 new ones each", language.generate),
         _generating("generate-padded", "the same, prompts left-padded", language.generate_padded),
         _generating("generate-static", "the same, left-padded, static cache, not compiled", language.generate_static),
-        _language(
-            "generate-compiled", "the same, left-padded, static cache, compiled", language.generate_compiled, modes=(INFERENCE,), needs_gpu=True, compiles=True
-        ),
+        _generating("generate-compiled", "the same, left-padded, static cache, compiled", language.generate_compiled, needs_gpu=True, compiles=True),
+        _generating("generate-window", "Mistral-like, window 1024, 8 x 2048 tokens of prompt, 32 new ones each", language.generate_window),
+        _generating("generate-softcap", "Gemma2-like, softcap, window 1024 in half of the layers, D256, the same", language.generate_softcap, first="eager"),
+        _generating("generate-sinks", "gpt-oss-like, window 128 in half of the layers, sinks, the same", language.generate_sinks, first="eager"),
         _diffusion("flux", "Flux-like, 1024 px", diffusion.flux),
         _diffusion("sd3", "SD3-like, 2 x 1024 px", diffusion.sd3, calls_sdpa=True),
         _diffusion("qwenimage", "QwenImage-like, 2 x 1024 px, padded text", diffusion.qwenimage, masked=True),

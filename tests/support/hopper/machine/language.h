@@ -32,6 +32,8 @@ template <typename To, typename From> inline To bits_as(From x) {
 inline float __int_as_float(int x) { return bits_as<float>(x); }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
 
+inline float __fmul_rn(float x, float y) { return x * y; }
+
 template <typename T> inline T __ldg(const T* p) { return *p; }
 inline u32 atomicInc(u32* at, u32 most) { return hopper::count_up(at, most); }
 

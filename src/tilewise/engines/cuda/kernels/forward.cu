@@ -4,7 +4,8 @@
 //   Dropout makes some of P 0 after they were summed. A sink is one more weight in the sum, 2^(sink log2 e - shift).
 //
 // The host (source.py) puts in front of this file the constants D, DV, BN, WGS, K_STAGES, V_STAGES, CLUSTER, MAPPED, BANDED, FP16, SINKS, SCORED,
-// ANCHORED, DROPOUT, PARTIAL, the struct Args, band.cuh if BANDED, a struct Score (emit.py) if SCORED, and two functions,
+// ANCHORED, DROPOUT, PARTIAL, REPAIRS and what follows from them, the struct Args, band.cuh if BANDED, repair.cuh if REPAIRS, a struct Score (emit.py) if
+// SCORED, and two functions,
 //   qk_mma(float (&s)[BN / 2], u64 q, u64 k, bool add)        64 x BN x 16, both operands in shared memory as they lie
 //   pv_mma(float (&o)[DV / 2], const u32* p, u64 v, bool add)  64 x DV x 16, P in registers, V as it lies
 //
@@ -17,20 +18,19 @@
 //  - Anchored softmax. A row's maximum is looked for in its first key tile alone (and in masked ones). Later tiles keep that shift: their weights may exceed
 //    those of the first, for which there is room, since weights begin at 2^-ROOM; the sums, which are needed anyway, tell when a row gets out of hand, and
 //    it is brought back (`recenter`). That spares a maximum an element, its exchange among threads and the rescaling of O: a quarter of a step's instructions.
-//    Scores may rise as they like, so with them (unless they cannot) every step looks for maxima: ANCHORED is 0.
+//    Scores may rise as they like, so with them (unless they cannot, or are not expected to) every step looks for maxima: ANCHORED is 0.
 //  - P is packed to 16 bits after the wait for P V: its registers are read until then.
 //  - Warpgroups take turns at issuing products, so that the softmax of one runs under the products of another.
 //  - A wait for an mbarrier ends a basic block. One stands between the softmax and the wait for P V, or ptxas hoists that wait above the exponentials.
 //  - O leaves from registers, so Q's buffer is free as soon as the last scores are computed.
 //
-// A row that is not finite in the end (a NaN at a masked key, weights beyond float32) gets an lse of NaN: the fix-up that follows computes it again.
+// A row that is not finite in the end (a NaN at a masked key, weights beyond float32) is computed again: by its warp (repair.cuh, if REPAIRS), or by the fix-up
+// that follows, for which it gets an lse of NaN.
 
 #define BM (64 * WGS)
 #define PLACED (SCORED || DROPOUT || BANDED)                    // consumers have to know which keys they see
 #define MASKED (MAPPED || BANDED)                               // some key tiles are not visited, and some are masked
 #define NO (DV / 2)                                             // a thread's outputs
-#define K_CHUNKS ((D + 63) / 64)
-#define V_CHUNKS ((DV + 63) / 64)
 #if FP16
 #define ROOM 0.0f                                               // fp16 has no room below: weights begin at 1 ...
 #define BIG 0x1p14f                                             // ... and a row is brought back before one could pass 2^15 ...
@@ -64,10 +64,10 @@ struct Item {                                                   // a query tile
 DEV int item_count(const Args& a) { return a.n_bh * ((a.n_tiles + CLUSTER - 1) / CLUSTER); }
 
 #if MASKED
-// Items are ordered by group of heads, then by length of the row (bands: the last row first), then by head.
+// Items are ordered by group of heads, then by length of the row (bands: the last row first), then by head. The heads from n_body on are one group.
 DEV Item find_item(const Args& a, int t) {
     Item x;
-    int first = t / (a.n_tiles * a.n_group) * a.n_group, in_group = t - first * a.n_tiles, heads = min(a.n_group, a.n_bh - first);
+    int first = min(t / (a.n_tiles * a.n_group) * a.n_group, a.n_body), in_group = t - first * a.n_tiles, heads = first < a.n_body ? a.n_group : a.n_bh - first;
     x.bh = first + in_group % heads;
     x.batch = x.bh / a.n_heads;
     x.head = x.bh % a.n_heads;
@@ -250,9 +250,9 @@ struct Rows {
         for (int i = 0; i < NS / 2; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
     }
 
-    DEV void apply_score(const Args& a, int key) {
+    DEV void apply_score(const Args& a, int tile, int key) {
 #if SCORED
-        score.apply(a, s, key + 2 * (int)(threadIdx.x & 3), key + BN <= a.n_kv);
+        score.apply(a, s, key + 2 * (int)(threadIdx.x & 3), key + BN <= a.n_kv && tile * BM + BM <= a.n_q);
 #endif
     }
 
@@ -361,7 +361,7 @@ struct Rows {
         if (steps == 1) release_q();
         shift[0] = shift[1] = UNSET;
         sum[0] = sum[1] = 0.0f;
-        apply_score(a, key);
+        apply_score(a, tile, key);
 #if MAPPED
         apply_bits(words);
 #elif BANDED
@@ -390,7 +390,7 @@ struct Rows {
         pin(s);
         release(base + Shared::k_empty + 8 * ks);
         if (is_last) release_q();                               // the next Q loads under the last softmax
-        apply_score(a, key);
+        apply_score(a, tile, key);
         bool careful = !ANCHORED || (MASKED && (is_masked || !anchored));
         float decay[2], total[2];
         if (careful) {
@@ -466,8 +466,9 @@ struct Rows {
 #endif
     }
 
-    // O / sum and lse. A row that attends nothing gets 0 and -inf; one that is not finite gets an lse of NaN.
-    DEV void store(const Args& a, int bh, int tile, float sink) {
+    // O / sum and lse. A row that attends nothing gets 0 and -inf; one that is not finite gets an lse of NaN, and this thread's bit of it is returned.
+    DEV u32 store(const Args& a, int bh, int tile, float sink) {
+        u32 lost = 0;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float zero = 0.0f;                                  // or NaN
@@ -487,6 +488,7 @@ struct Rows {
             factor *= a.keep_scale;
 #endif
             int at = tile * BM + row + 8 * h;
+            lost |= (at < a.n_q && !sound && nothing != -INF) << h;
             if ((threadIdx.x & 3) == 0 && at < a.n_q) a.lse[(size_t)bh * a.n_q + at] = sound ? (shift[h] + log2_of(total)) * LN2 : nothing;
 #if PARTIAL                                                     // in fp32: the four threads of a row write 32 bytes of it together as they are
             float* line = a.out + (bh / a.n_heads * a.s_out_0 + bh % a.n_heads * a.s_out_1 + at * a.s_out_2);
@@ -511,6 +513,14 @@ struct Rows {
             }
 #endif
         }
+        return lost;
+    }
+
+    DEV void finish(const Args& a, int bh, int tile, float sink) {
+        u32 lost = store(a, bh, tile, sink);
+#if REPAIRS
+        if (__builtin_expect(__any_sync(0xffffffff, lost != 0), 0)) repair(a, bh, tile * BM + row - threadIdx.x % 32 / 4, lost, scale, sink);
+#endif
     }
 
     DEV void run(const Args& a) {
@@ -541,7 +551,7 @@ struct Rows {
                 sum[0] = sum[1] = 0.0f;
 #pragma unroll
                 for (int i = 0; i < NO; i++) o[i] = 0.0f;
-                store(a, bh, tile, sink_of(a, bh));
+                finish(a, bh, tile, sink_of(a, bh));
                 continue;
             }
 #endif
@@ -556,7 +566,7 @@ struct Rows {
             for (int i = 1; i < steps; i++, it++) step(it, i < masked, i + 1 == steps, words, a, tile, block + i + 1, i + 1 < masked);
             float sink = sink_of(a, bh);
             last_product(it - 1);
-            store(a, bh, tile, sink);
+            finish(a, bh, tile, sink);
         }
         if (wg == 0) begin_turn();                              // meet the last turn
     }
