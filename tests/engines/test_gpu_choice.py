@@ -106,12 +106,23 @@ TABLE = [
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("score", "is_left"), [(lambda s, b, h, q, kv: s * 2, False), (scores.alibi(2), True)])
-def test_a_score_is_looked_at_while_compiling(score: Any, is_left: bool) -> None:
+@pytest.mark.parametrize(
+    ("mask", "score", "is_left"),
+    [
+        (None, lambda s, b, h, q, kv: s * 2, False),
+        (None, scores.alibi(2), True),
+        (masks.causal, scores.alibi(2), False),
+        (masks.causal & masks.sliding_window(5), lambda s, b, h, q, kv: s - 0.1 * (q - kv), False),
+        (masks.causal, lambda s, b, h, q, kv: s + torch.where(q - kv < 3, -9.0, 0.0), True),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_score_is_looked_at_while_compiling(mask: Any, score: Any, is_left: bool, dynamic: bool) -> None:
     def left(query: Tensor) -> Tensor:
-        return query + int(faster_elsewhere(make_problem(query, query, query, None, score, Options())[0]) is not None)
+        return query + int(faster_elsewhere(make_problem(query, query, query, mask, score, Options())[0]) is not None)
 
-    assert torch.compile(left, fullgraph=True, backend="eager")(torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)).max() == is_left
+    torch._dynamo.reset()
+    assert torch.compile(left, fullgraph=True, backend="eager", dynamic=dynamic)(torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)).max() == is_left
 
 
 @pytest.mark.parametrize(("gpu", "call", "engine"), TABLE)

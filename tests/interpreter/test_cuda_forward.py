@@ -170,6 +170,33 @@ def test_rows_computed_again_are_the_references(emulator: Emulator, name: str, e
     assert emulator.marked >= 2 * (330 if extra == "cross" and name != "infinite keys" else SPOILT[name][2])
 
 
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
+def test_sinks_that_are_no_numbers_where_nothing_is_attended(emulator: Emulator, sink: float) -> None:
+    """Queries 0 to 99 attend nothing but the sink, for 64 of them not even their tile's others do."""
+    q, k, v = (torch.randn(1, 2, 260, 64, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in range(3))
+    options = {"mask": band(-FAR, -100), "score": scores.sinks(torch.tensor([sink, 0.0])), "return_lse": True}
+    found, wanted = (attended([q, k, v], engine, **options) for engine in ("cuda", "reference"))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+REACHING: dict[str, tuple[int, int, Any]] = {  # tables that end where the distances do
+    "by a causal mask": (50, 64, masks.causal),
+    "by no mask": (330, 128, None),
+}
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_tables_of_distances_are_read_inside(emulator: Emulator, name: str) -> None:
+    """Also for rows of a tile beyond the last query, of which nothing is stored."""
+    length, dim, mask = REACHING[name]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, dim, generator=generator).bfloat16() for _ in range(3))
+    score = scores.relative_bias(torch.randn(1, 2 * length - 1, generator=generator))
+    found, wanted = (attended(given, engine, mask=mask, score=score) for given, engine in (([q, k, v], "cuda"), ([t.double() for t in (q, k, v)], "reference")))
+    assert (found - wanted).norm() <= 4e-3 * wanted.norm()
+
+
 # -- when things happen ------------------------------------------------------------------------------------------------
 
 TIMINGS = [Timing(EAGER), Timing(LATE), *[Timing(RANDOM, seed) for seed in range(4)]]

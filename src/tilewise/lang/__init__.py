@@ -3,6 +3,7 @@
 from tilewise.lang.bands import Band, band_of
 from tilewise.lang.bounds import Bounds
 from tilewise.lang.derive import Derivative, LoadSite, derive
+from tilewise.lang.distances import follows_distance
 from tilewise.lang.factors import Factored, factored
 from tilewise.lang.interpret import evaluate, interpret, wrapped
 from tilewise.lang.intervals import Interval, point, steps
@@ -26,6 +27,7 @@ __all__ = [
     "derive",
     "evaluate",
     "factored",
+    "follows_distance",
     "gathered",
     "in_patches",
     "interpret",

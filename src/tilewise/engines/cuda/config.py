@@ -11,6 +11,7 @@ from tilewise.engines.gpu.limits import shared_memory
 from tilewise.engines.gpu.mods import has_score
 from tilewise.lang import Band, band_of
 from tilewise.lang.bands import LONGEST
+from tilewise.sizes import less
 
 ROWS = 64  # query rows of a warpgroup
 CHUNK = 64  # columns that lie side by side in shared memory, in 128 bytes
@@ -82,9 +83,9 @@ def padded(dim: int) -> int:
 
 def band_for(p: Problem) -> Band | None:
     """The band that the whole mask is; None where a tile schedule is needed, or no mask is given."""
-    if p.mask is None or p.given_tiles is not None or max(p.q_len, p.kv_len) >= LONGEST:
+    if p.mask is None or p.given_tiles is not None:
         return None
-    return band_of(p.mask)
+    return band_of(p.mask) if less(p.q_len, LONGEST) and less(p.kv_len, LONGEST) else None
 
 
 def forward_config(p: Problem, mapped: bool) -> ForwardConfig:

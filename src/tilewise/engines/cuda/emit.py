@@ -23,7 +23,6 @@ from tilewise.lang.types import Type
 ONCE, ROW, COLUMN, DISTANCE, ELEMENT = range(5)  # where a value is computed
 ARGUMENTS = ("int", "float", "literal")  # values that are written wherever they are used
 EXACT = 2**24  # float32 holds every integer up to here
-SMOOTH = ("score", "index", "cast", "add", "sub", "mul", "div", "neg", "abs")  # operations after which neighbours differ little
 TILE = 1024  # more than a key's place in its tile
 IN_TILES = (DISTANCE, COLUMN, ELEMENT)  # what is computed for a key tile
 
@@ -64,12 +63,6 @@ class Writer(CxxWriter):
         terms = self._terms_of_sum(k, "+", "i32")
         keys, queries = ([sign for sign, n in terms if self._is_index(n, which)] for which in ("kv", "q"))
         return len(keys) == len(queries) == 1 and keys != queries and all([self.levels[n] == ONCE for _, n in terms if not self._is_place(n)])
-
-    @property
-    def follows_distance(self) -> bool:
-        """Whether q.k is combined with nothing but functions of the distance between key and query, and of the query, and with smooth ones of the key."""
-        steps = zip(self.program.instructions, self.levels, strict=True)
-        return all([level in (ONCE, ROW, DISTANCE) or step.op in SMOOTH for step, level in steps])
 
     def declare(self, k: int, dtype: str, text: str) -> None:
         level, type = self.levels[k], TYPE[dtype]
@@ -174,7 +167,9 @@ SPECIAL_OF_CUDA: dict[str, Special] = {**SPECIAL, "div": Writer._div, "mul": Wri
 
 
 def score_source(inside: Writer, anywhere: Writer) -> str:
-    """The struct Score. `inside` may be used for tiles that end before the sequences do, `anywhere` for all."""
+    """The struct Score. `inside` may be used for tiles that end before the sequences do, `anywhere` for all. Integers may be wider anywhere, and then no
+    distances."""
+    inside = inside if inside.levels == anywhere.levels else anywhere
     both = [inside.statements[level] for level in IN_TILES] != [anywhere.statements[level] for level in IN_TILES]
     both = both or inside.result(0, "f32") != anywhere.result(0, "f32")
     lines = ['#line 1 "score"', "struct Score {", *_indent(["i32 q0;", *anywhere.fields])]

@@ -7,7 +7,7 @@ from tilewise.engines.codegen import Extents, layouts_of
 from tilewise.engines.cuda.emit import Writer, score_source
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.mods import LARGEST_TILE, extents_of, function_of, has_score, inner_score, scales
-from tilewise.lang import Band, BoundProgram
+from tilewise.lang import Band, BoundProgram, follows_distance
 from tilewise.lang.program import Tape, finish
 
 UP_TO_ONE = ("tanh", "sigmoid", "sin", "cos", "erf")  # functions whose values have a size of at most 1
@@ -19,7 +19,7 @@ def score_of(p: Problem) -> Generated | None:
 
     def make(call: BoundProgram) -> Generated:
         b, h, q, kv = extents_of(p)
-        return Generated("score", score_source(_writer(call, extents_of(p)), _writer(call, Extents(b, h, q, kv + LARGEST_TILE))))
+        return Generated("score", score_source(_writer(call, extents_of(p)), _writer(call, Extents(b, h, q + LARGEST_TILE, kv + LARGEST_TILE))))
 
     return function_of("cuda score", _call(p), p, make) if has_score(p) else None
 
@@ -30,7 +30,7 @@ def keeps_range(p: Problem, band: Band | None) -> bool:
     Weights in float16 have no room for either."""
     if p.dtype != torch.bfloat16 or band is None or band.high > 0:
         return is_bounded(p)
-    return is_bounded(p) or _writer(_call(p), extents_of(p)).follows_distance
+    return is_bounded(p) or follows_distance(_call(p).program)
 
 
 def uses_distance(p: Problem) -> bool:

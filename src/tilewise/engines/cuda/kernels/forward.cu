@@ -475,13 +475,15 @@ struct Rows {
 #pragma unroll
             for (int i = 0; i < NO / 2; i++) zero = fmaf(o[i / 2 * 4 + 2 * h + i % 2], 0.0f, zero);
             float total = quad_sum(sum[h] + zero);
-            float nothing = total == 0.0f && shift[h] == UNSET ? -INF : QUIET_NAN, decay = 1.0f;
+            bool unset = shift[h] == UNSET;                     // no key
+            float decay = 1.0f;
             if (SINKS) {
                 float now = fmaxf(shift[h], sink);
                 decay = exp2_of(shift[h] - now);
                 shift[h] = now;
                 total = total * decay + exp2_of(sink - now);
             }
+            float nothing = unset && total == 0.0f ? -INF : QUIET_NAN;  // a sink may not be finite
             bool sound = total > 0.0f && total < INF;
             float factor = sound ? decay / total : 0.0f;
 #if DROPOUT

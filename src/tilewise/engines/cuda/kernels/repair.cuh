@@ -8,6 +8,9 @@ typedef half Element;
 typedef bfloat Element;
 #endif
 
+struct alignas(16) Eight { Element x[8]; };                     // TMA asks for rows that begin at 16 bytes, and head dims are multiples of 8
+struct alignas(4) Pair { Element x[2]; };
+
 // A tensor's head, found by the address in its tensor map.
 DEV const Element* head_of(const TensorMap& map, const long long (&strides)[4], int map_address, int batch, int head) {
     const Element* start = *(const Element* const*)((const char*)&map + map_address);
@@ -45,7 +48,11 @@ DEV void repair_row(const Args& a, int bh, int row, float scale, float sink) {
             const Element* line = k + (begin + lane) * a.k_strides[2];
             x = 0.0f;
 #pragma unroll 1
-            for (int n = 0; n < a.q_sizes[3]; n++) x = fmaf(widen(q[n]), widen(line[n]), x);
+            for (int n = 0; n < a.q_sizes[3]; n += 8) {
+                Eight own = *(const Eight*)(q + n), other = *(const Eight*)(line + n);
+#pragma unroll
+                for (int j = 0; j < 8; j++) x = fmaf(widen(own.x[j]), widen(other.x[j]), x);
+            }
             x = __fmul_rn(x, scale);                            // rounded before a maximum is taken off, which may be large
         }
         float now = fmaxf(top, warp_max(x)), base = now == -INF ? 0.0f : now, weight = exp2_of(x - base), decay = exp2_of(top - base);
@@ -53,16 +60,20 @@ DEV void repair_row(const Args& a, int bh, int row, float scale, float sink) {
         total = total * decay + warp_sum(weight);
 #pragma unroll
         for (int n = 0; n < 2 * V_CHUNKS; n++) sum[n] *= decay;
-#pragma unroll 1
+#pragma unroll 4
         for (int i = 0; i < count; i++) {
             float w = __shfl_sync(0xffffffff, weight, i);
             bool attends = __shfl_sync(0xffffffff, x, i) != -INF;
-            const Element* line = v + (begin + i) * a.v_strides[2];
+            const Element* line = v + (begin + i) * a.v_strides[2] + 2 * lane;
 #pragma unroll
-            for (int n = 0; n < 2 * V_CHUNKS; n++) {
-                int column = n / 2 * 64 + 2 * lane + n % 2;
-                float y = attends && column < a.v_sizes[3] ? widen(line[column]) : 0.0f;
-                sum[n] += fabsf(y) < INF ? w * y : y;           // weights that have become 0 keep no infinity out
+            for (int c = 0; c < V_CHUNKS; c++) {
+                Pair given = {};
+                if (attends && 64 * c + 2 * lane < a.v_sizes[3]) given = *(const Pair*)(line + 64 * c);
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float y = widen(given.x[e]);
+                    sum[2 * c + e] += fabsf(y) < INF ? w * y : y;   // weights that have become 0 keep no infinity out
+                }
             }
         }
     }
