@@ -351,10 +351,8 @@ def test_generate_without_padding(tiny: Tiny, cache: str) -> None:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Counter[str]]:
     """Counts what a step does besides attention: problems made (calls that are not known), traces, masks read, maps built."""
-    from tilewise import masks, scores
     from tilewise.core.map_cache import maps
     from tilewise.frontend import call_cache, mask_tensors
-    from tilewise.tiles import sources
 
     counts: Counter[str] = Counter()
 
@@ -368,8 +366,10 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Count
         monkeypatch.setattr(module, name, counted)
 
     count(sys.modules["tilewise.attention"], "make_problem", "problems")
-    for module, name in ((masks, "trace_mask"), (sources, "trace_mask"), (scores, "trace_score"), (sys.modules["tilewise.core.problem"], "trace_score")):
-        count(module, name, "traces")
+    for module in ("tilewise.masks.mask", "tilewise.tiles.sources"):
+        count(sys.modules[module], "trace_mask", "traces")
+    for module in ("tilewise.scores", "tilewise.core.problem"):
+        count(sys.modules[module], "trace_score", "traces")
 
     def measure(step: Callable[[], Any]) -> Counter[str]:
         call_cache.forget()

@@ -1,7 +1,8 @@
-"""A Hopper GPU on the CPU for kernels in CUDA C++: the CUDA engine takes tensors of the CPU, and everything is its own down to the driver's calls.
+"""A Hopper GPU on the CPU: the GPU engines take tensors of the CPU, and everything is their own down to the driver's calls.
 
-The text that NVRTC would be given is compiled by the C++ compiler instead, its inline PTX turned into calls of functions (ptx.py), and run by an emulated
-machine (machine/): threads are fibers, copies and products happen some time after they were asked for. What Triton compiles, its interpreter runs.
+The text that NVRTC would be given is compiled by the C++ compiler instead, its inline PTX turned into calls of functions (ptx.py). So is the PTX of what Triton
+compiles (ptx_module.py); where its interpreter was chosen, that runs it. The rest is an emulated machine (machine/): threads are fibers, copies and products
+happen some time after they were asked for.
 """
 
 import ctypes
@@ -18,11 +19,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.support.hopper import ptx_module
 from tests.support.hopper.ptx import translated
 from tests.support.recorded_launches import Driver, stand_in
 from tilewise.engines.cpp import compiler
 from tilewise.engines.gluon import NO_GLUON
 from tilewise.engines.gpu.driver import MAP_ALIGNMENT, MAP_BYTES, aligned_address
+from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, OwnCompiler
 from tilewise.engines.gpu.limits import shared_memory
 
 MISSING = NO_GLUON or (None if compiler.find() else "needs a C++ compiler")
@@ -62,6 +65,14 @@ class Emulator(Driver):
         path = self._library(kernel_source(self.change(text)), ("-O1",))
         return str(path).encode(), ""
 
+    def built(self, request: KernelRequest, table: KernelTable) -> dict[str, bytes]:
+        """In place of the store's: the path of a shared library, and the facts needed to launch it."""
+        if isinstance(table, OwnCompiler):
+            return table.compiled(request)
+        files, ptx = with_ptx(request, table(), self.folder)
+        path = self._library(module_source(self.change(ptx)), ("-O0", "-fwrapv", "-fno-strict-aliasing", "-fno-operator-names"))
+        return files | {"cubin": str(path).encode()}
+
     def _library(self, source: str, extra: tuple[str, ...]) -> Path:
         digest = hashlib.sha256(f"{compiler.identity()} {machine_digest()} {extra} {source}".encode()).hexdigest()
         path = self.folder / f"{digest[:32]}.so"
@@ -90,8 +101,8 @@ class Emulator(Driver):
 
     def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, steps: Any, *rest: Any) -> int:
         """As struct TensorMap of machine/state.h."""
-        lists = [bytes(x)[:size].ljust(size, b"\0") for x, size in ((sizes, 32), (strides, 24), (box, 16))]
-        described = b"".join([struct.pack("P", address.value), *lists, struct.pack("II", DTYPE_BYTES[dtype], rest[1])])
+        lists = [bytes(x)[:size].ljust(size, b"\0") for x, size in ((sizes, 40), (strides, 32), (box, 20))]
+        described = b"".join([struct.pack("P", address.value), *lists, struct.pack("III", rank, DTYPE_BYTES[dtype], rest[1])])
         ctypes.memmove(at.value, described.ljust(MAP_BYTES, b"\0"), MAP_BYTES)
         return 0
 
@@ -99,7 +110,7 @@ class Emulator(Driver):
         given, kernel = config._obj, self._kernels[function.value - 1]
         assert given.shared_bytes <= SHARED and given.programs % kernel.cluster == 0
         with self._moved(parameters[0], kernel.bytes_of_args) as args:
-            grid = (given.programs, given.threads, given.shared_bytes, kernel.cluster)
+            grid = (kernel.window, kernel.reads_early, given.programs, given.threads, given.shared_bytes, kernel.cluster)
             said = self.machine.run_grid(kernel.run, args, kernel.names, *grid, self.timing.kind, ctypes.c_uint64(self.timing.seed))
             if said is not None:
                 raise EmulationError(said.decode())
@@ -135,13 +146,12 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, sms: int = 4) -> Emul
     from tilewise.engines.cuda import nvrtc
     from tilewise.engines.gluon import run
     from tilewise.engines.gpu import kernel_cache, launch, structure
-    from tilewise.engines.gpu.kernel_request import OwnCompiler
     from tilewise.frontend import call_cache
 
     emulator = Emulator(folder)
     stand_in(monkeypatch, emulator, sms, SHARED)
     monkeypatch.setattr(nvrtc, "compiled", emulator.compiled)
-    monkeypatch.setattr(kernel_cache, "load_or_build", lambda request, table: table.compiled(request))
+    monkeypatch.setattr(kernel_cache, "load_or_build", emulator.built)
     monkeypatch.setattr(structure, "_prepared", {})
     call_cache.forget()
     interpreted, prepare = launch.interpreted, launch.prepare
@@ -190,7 +200,9 @@ class _Kernel:
         self._machine = machine  # whose functions it calls, so that has to be loaded before
         self._library = ctypes.CDLL(path)
         self.run, self.marked = self._library.run_thread, self._library.marked_rows
-        self.cluster, self.bytes_of_args = (ctypes.c_int.in_dll(self._library, name).value for name in ("cluster_size", "bytes_of_args"))
+        self.cluster, self.bytes_of_args, self.window, self.reads_early = (
+            ctypes.c_int.in_dll(self._library, name).value for name in ("cluster_size", "bytes_of_args", "window_begin", "reads_early")
+        )
         self.names = ctypes.byref(ctypes.c_char.in_dll(self._library, "barrier_names"))
 
 
@@ -203,7 +215,7 @@ namespace {{ int repaired; }}
 {translated(text).replace("repair_row(a, bh, first", "repaired++, repair_row(a, bh, first")}
 #pragma GCC visibility push(default)
 extern "C" {{
-int cluster_size = CLUSTER, bytes_of_args = sizeof(Args);
+int cluster_size = CLUSTER, bytes_of_args = sizeof(Args), window_begin = 1040, reads_early = 0;  // the window: on 16 bytes and no more
 hopper::BarrierName barrier_names[] = {{{names}{{nullptr, 0}}}};
 void run_thread(const void* args) {{ forward(*(const Args*)args); }}
 int marked_rows(const Args* a) {{  // or those that the kernel computed again by itself, a warp each
@@ -213,6 +225,41 @@ int marked_rows(const Args* a) {{  // or those that the kernel computed again by
     for (long long i = 0; i < (long long)a->n_bh * a->n_q; i++) count += a->lse[i] != a->lse[i];
     return count;
 }}
+}}
+#pragma GCC visibility pop
+"""
+
+
+def with_ptx(request: KernelRequest, table: Any, folder: Path) -> tuple[dict[str, bytes], str]:
+    """What the store keeps of a kernel that Triton compiles, but for the binary, and its PTX."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from tilewise.engines.gpu import compiler
+
+    compile, seen = compiler.triton.compile, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))  # others want binaries
+        patch.setattr(CUDABackend, "make_cubin", lambda *given: b"none")
+        patch.setattr(compiler.triton, "compile", lambda *given, **options: seen.append(compile(*given, **options)) or seen[-1])
+        files = compiler.compiled(request, table)
+    return files, seen[-1].asm["ptx"]
+
+
+def module_source(ptx: str) -> str:
+    """C++ of a kernel that Triton has compiled. Shared memory begins where swizzled tiles may, as on the GPU. The Gluon backward begins a step more than there
+    are: it has no branch around products."""
+    module = ptx_module.translated(ptx)
+    return f"""#include "module.h"
+namespace {{
+using module::u16;
+{module.text}
+}}
+#pragma GCC visibility push(default)
+extern "C" {{
+int cluster_size = 1, bytes_of_args = {module.bytes_of_args}, window_begin = 1024, reads_early = 1;
+hopper::BarrierName barrier_names[] = {{{{nullptr, 0}}}};
+void run_thread(const void* args) {{ kernel((const char*)args); }}
+int marked_rows(const void*) {{ return 0; }}
 }}
 #pragma GCC visibility pop
 """

@@ -26,8 +26,9 @@ inline u32 meet(Meeting kind, u32 value, u32 lane) {
     return w.result[t.lane];
 }
 u32 shuffle(u32 value, u32 lane) { return meet(SHUFFLE, value, lane); }
-bool any(bool value) { return meet(ANY, value, 0); }
+u32 any_bits(u32 value) { return meet(ANY, value, 0); }
 void meet() { meet(MEET, 0, 0); }
+void let_others_come() { wait_for(FOR_OTHERS); }
 
 // ---- clocks ----------------------------------------------------------------------------------------------------------
 inline void release_to(Clock& to) {
@@ -68,7 +69,7 @@ void barrier_sync(u32 id, u32 threads) {
     wait_for(FOR_NAMED);
     acquire(b.completed);
 }
-void barrier_of_all() { barrier_sync(0, current->program->threads.size()); }
+void barrier_of_all(u32 id) { barrier_sync(id, current->program->threads.size()); }
 
 // ---- the cluster -----------------------------------------------------------------------------------------------------
 u32 cluster_rank() { return current->program->rank; }
@@ -88,12 +89,12 @@ void cluster_wait() {
 }
 
 inline void check_range(const Program& p, u32 address, u32 bytes) {
-    const size_t end = WINDOW + p.shared.size();
-    if (address < WINDOW || address + bytes > end) fail("shared memory from %u to %u is used, it ends at %zu", address, address + bytes, end);
+    const size_t end = machine->window + p.shared.size();
+    if (address < machine->window || address + bytes > end) fail("shared memory from %u to %u is used, it ends at %zu", address, address + bytes, end);
 }
 
 // ---- mbarriers -------------------------------------------------------------------------------------------------------
-u32 window() { return WINDOW; }
+u32 window() { return machine->window; }
 u32 of_program(u32 address, u32 rank) { return address + (rank + 1) * REMOTE; }
 
 inline Program& program_at(u32 address) {

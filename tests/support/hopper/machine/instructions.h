@@ -30,14 +30,16 @@ inline void setmaxnreg_inc_sync_aligned_u32(u32 count) { registers_take(count); 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 inline void cp_async_bulk_tensor_4d_shared_cluster_global_tile_mbarrier_complete_tx_bytes(
     u32 to, const void* map, int column, int row, int head, int batch, u32 bar) {
-    copy_tile(to, map, bar, column, row, head, batch, 0);
+    const int at[4] = {column, row, head, batch};
+    load_tile(to, map, bar, at, 0);
 }
 inline void cp_async_bulk_tensor_4d_shared_cluster_global_tile_mbarrier_complete_tx_bytes_multicast_cluster(
     u32 to, const void* map, int column, int row, int head, int batch, u32 bar, u32 programs) {
-    copy_tile(to, map, bar, column, row, head, batch, programs);
+    const int at[4] = {column, row, head, batch};
+    load_tile(to, map, bar, at, programs);
 }
-inline void st_shared_b32(u32 to, int x) { write_word(to, x); }
-inline void ld_shared_b32(int& x, u32 from) { x = read_word(from); }
+inline void st_shared_b32(u32 to, int x) { write_shared(to, &x, 4); }
+inline void ld_shared_b32(int& x, u32 from) { read_shared(from, &x, 4); }
 inline void st_global_v4_b32(char* to, u32 a, u32 b, u32 c, u32 d) {
     const u32 all[4] = {a, b, c, d};
     check_aligned(to, 16);
@@ -53,8 +55,8 @@ inline void wgmma_fence_sync_aligned() { product_fence(); }
 inline void wgmma_commit_group_sync_aligned() { product_commit(); }
 inline void wgmma_wait_group_sync_aligned(u32 left) { product_wait(left); }
 // With both operands in shared memory, and with A in registers. Factors of A and B (1 or -1) are 1.
-inline void wgmma_shared(Shape shape, float* sums, u64 a, u64 b, bool add) { product_issue(shape, sums, nullptr, a, b, add); }
-inline void wgmma_registers(Shape shape, float* sums, const u32* a, u64 b, bool add) { product_issue(shape, sums, a, 0, b, add); }
+inline void wgmma_shared(Shape shape, float* sums, u64 a, u64 b, bool add) { product_issue(shape, sums, nullptr, true, a, b, add); }
+inline void wgmma_registers(Shape shape, float* sums, const u32* a, u64 b, bool add) { product_issue(shape, sums, a, true, 0, b, add); }
 
 // ---- numbers ---------------------------------------------------------------------------------------------------------
 inline void setp_ne_b32(bool& p, int a, int b) { p = a != b; }

@@ -12,7 +12,7 @@ Thread* current;
 Place* place;
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
-constexpr size_t STACK = 64 * 1024, FIRST = 8 * 1024;
+constexpr size_t STACK = 256 * 1024, FIRST = 8 * 1024;
 
 static char* stack(size_t number) {    // each with a page below that nobody may touch
     static std::vector<char*> stacks;
@@ -60,6 +60,10 @@ void fail(const char* format, ...) {
 static bool can_go_on(const Thread& t) {
     switch (t.waits) {
         case FOR_NOTHING: return true;
+        case FOR_OTHERS:
+            for (const Thread* other : t.warp->threads)
+                if (other != &t && other->waits != FOR_OTHERS && can_go_on(*other)) return false;
+            return true;
         case FOR_WARP: return t.warp->meetings != t.generation;
         case FOR_PHASE: return t.program->bars.at(t.bar).phases % 2 != t.parity;
         case FOR_NAMED: return t.program->named[t.bar].generation != t.generation;
@@ -202,7 +206,7 @@ static bool step() {
 std::string name_of(u32 bar) {
     std::string found = "mbarrier " + std::to_string(bar);
     u32 nearest = 0;
-    const u32 base = (WINDOW + 1023) & ~1023u;
+    const u32 base = (machine->window + 1023) & ~1023u;
     for (const BarrierName* name = machine->names; name->name; name++) {
         const u32 at = base + name->at;
         if (at <= bar && at >= nearest && bar < at + 32) nearest = at, found = std::string(name->name) + "[" + std::to_string((bar - at) / 8) + "]";
@@ -244,7 +248,10 @@ static void check_end() {
             machine->error = state();
             return;
         }
-    if (!machine->copies.empty()) fail("the grid ends while %zu copies are in flight", machine->copies.size());
+    for (const Copy& c : machine->copies) {  // stores end with the grid at the latest
+        if (c.direction == LOAD) fail("the grid ends while a copy to %u is in flight", c.shared);
+        deliver(c);
+    }
     for (auto& c : machine->clusters)
         for (auto& p : c->programs) {
             for (u32 i = 0; i < NAMED; i++)
@@ -260,7 +267,7 @@ static void add_program(Cluster& c, u32 index, u32 programs, u32 threads, u32 sh
     p.cluster = &c, p.rank = c.programs.size() - 1, p.index = index;
     p.shared.resize(shared);
     for (u32 i = 0; i + 4 <= shared; i += 4) memcpy(&p.shared[i], &IN_FLIGHT, 4);
-    p.blocks.resize((WINDOW + shared) / BLOCK + 1);
+    p.blocks.resize((machine->window + shared) / BLOCK + 1);
     p.threads = std::vector<Thread>(threads);
     p.warps.resize(threads / WARP);
     p.groups.resize((threads + GROUP - 1) / GROUP);
@@ -291,12 +298,13 @@ static void add_program(Cluster& c, u32 index, u32 programs, u32 threads, u32 sh
 
 // Runs a grid to its end. Gives what went wrong, or nothing; the text is good until the next call.
 extern "C" __attribute__((visibility("default"))) const char* run_grid(
-    void (*kernel)(const void*), const void* arguments, const BarrierName* names, u32 programs, u32 threads, u32 shared, u32 cluster, int timing, u64 seed) {
+    void (*kernel)(const void*), const void* arguments, const BarrierName* names, u32 window, bool reads_early, u32 programs, u32 threads, u32 shared, u32 cluster,
+    int timing, u64 seed) {
     static std::string said;
     Machine m;
     machine = &m;
     const Guard guard;
-    m.timing = (Timing)timing, m.random = seed, m.kernel = kernel, m.arguments = arguments, m.names = names;
+    m.timing = (Timing)timing, m.random = seed, m.kernel = kernel, m.arguments = arguments, m.names = names, m.window = window, m.reads_early = reads_early;
     for (u32 i = 0; i < programs; i++) {
         if (i % cluster == 0) m.clusters.push_back(std::make_unique<Cluster>());
         add_program(*m.clusters.back(), i, programs, threads, shared);

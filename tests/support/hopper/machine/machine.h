@@ -22,13 +22,15 @@ struct BarrierName {  // where an mbarrier lies from the first multiple of 1024 
 
 // Within a warp: all of its threads have to come.
 u32 shuffle(u32 value, u32 lane);
-bool any(bool value);
+u32 any_bits(u32 value);  // those that some thread has
+inline bool any(bool value) { return any_bits(value) != 0; }
 void meet();
+void let_others_come();  // the other threads go on until they wait for something
 
 // Named barriers of a program, and the barrier of a cluster.
 void barrier_sync(u32 id, u32 threads);
 void barrier_arrive(u32 id, u32 threads);
-void barrier_of_all();
+void barrier_of_all(u32 id = 0);
 void cluster_arrive();
 void cluster_wait();
 u32 cluster_rank();
@@ -41,16 +43,22 @@ void mbarriers_publish();
 void mbarrier_arrive(u32 bar, int bytes);
 void mbarrier_wait(u32 bar, u32 parity);
 
-void write_word(u32 to, u32 value);
-u32 read_word(u32 from);
-void copy_tile(u32 to, const void* map, u32 bar, int column, int row, int head, int batch, u32 programs);
+// Shared memory. A use lies within 4 bytes.
+void write_shared(u32 to, const void* value, u32 bytes);
+void read_shared(u32 from, void* value, u32 bytes);
 
-// wgmma of m64: `from` are this thread's registers of A, or null where A lies in shared memory.
+// Tiles of a tensor, by TMA. `at`: coordinates, columns first.
+void load_tile(u32 to, const void* map, u32 bar, const int* at, u32 programs);
+void store_tile(u32 from, const void* map, const int* at, bool add);
+void stores_commit();
+void stores_wait(u32 left);
+
+// wgmma of m64: `from` are this thread's registers of A, or null where A lies in shared memory; `watched`: they lie there until the product is awaited.
 struct Shape {
     u32 n;
-    bool fp16, transposed;  // transposed: B is [k][n], n contiguous
+    bool fp16, transposed, a_transposed;  // transposed: B is [k][n], n contiguous, or A is [k][m]
 };
-void product_issue(Shape shape, float* sums, const u32* from, u64 a, u64 b, bool add);
+void product_issue(Shape shape, float* sums, const u32* from, bool watched, u64 a, u64 b, bool add);
 void product_fence();
 void product_commit();
 void product_wait(u32 left);

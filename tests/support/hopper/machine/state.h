@@ -15,7 +15,6 @@ namespace hopper {
 
 constexpr u32 WARP = 32, GROUP = 128;                                  // threads of a warp, of a warpgroup
 constexpr u32 BLOCK = 1024;                                            // bytes of shared memory whose uses are recorded together
-constexpr u32 WINDOW = 1040;                                           // where shared memory begins: on 16 bytes and no more
 constexpr u32 REMOTE = 1u << 24;                                       // addresses of the program of rank r begin at (r + 1) * REMOTE
 constexpr u32 MOST_WARPS = 32, MOST_BARRIERS = 32, SLOTS = MOST_WARPS + 2 * MOST_BARRIERS;  // of a cluster; barriers of a program
 constexpr u32 REGISTERS = 65536, NAMED = 16;
@@ -37,11 +36,22 @@ struct Uses {
     u32 reads[MOST_WARPS] = {};
 };
 
-enum Waits { FOR_NOTHING, FOR_WARP, FOR_PHASE, FOR_NAMED, FOR_CLUSTER, FOR_REGISTERS, FOR_PRODUCTS, ENDED };
+// Uses of 1024 bytes of shared memory: as a whole, or word by word from the first use of less on, until it is written as a whole again.
+struct Block {
+    Uses whole;
+    std::vector<Uses> words;
+};
+
+enum Waits { FOR_NOTHING, FOR_OTHERS, FOR_WARP, FOR_PHASE, FOR_NAMED, FOR_CLUSTER, FOR_REGISTERS, FOR_PRODUCTS, ENDED };
 enum Meeting { SHUFFLE, ANY, MEET };
 
 struct Program;
 struct Warp;
+
+struct Stored {                        // shared memory that TMA reads, of a group of stores
+    u32 from, to;
+    u64 group;
+};
 
 struct Thread : Place {
     Program* program;
@@ -56,6 +66,8 @@ struct Thread : Place {
     u64 generation = 0;
     u64 issued = 0, groups = 0;        // products
     bool fenced = false;
+    u64 store_groups = 0;              // committed
+    std::vector<Stored> stores;        // that nobody has waited for
 };
 
 // Sums of a warp, 16 rows, while products are in flight. They lie here and not in registers, which nobody may look at or change.
@@ -72,6 +84,7 @@ struct Product {
     bool add, from_registers;
     u32 issued = 0;                    // threads
     Sums* sums[GROUP / WARP] = {};
+    bool is_there[GROUP / WARP] = {true, true, true, true};  // what it reads
     const u32* from[GROUP] = {};
     u32 words[GROUP][4];               // A, where it lies in registers
 };
@@ -124,8 +137,7 @@ struct Program {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<Warpgroup> groups;
-    std::vector<Uses> blocks;
-    std::map<u32, Uses> words;
+    std::vector<Block> blocks;
     u32 free_registers = 0, ended = 0;
 };
 
@@ -140,17 +152,27 @@ struct Cluster {
 
 struct TensorMap {                     // driver.py writes it
     const unsigned char* address;
-    u64 sizes[4], strides[3];
-    u32 box[4];
-    u32 element, swizzle;
+    u64 sizes[5], strides[4];
+    u32 box[5];
+    u32 rank, element, swizzle;
+
+    u32 bytes() const {
+        u32 count = element;
+        for (u32 i = 0; i < rank; i++) count *= box[i];
+        return count;
+    }
 };
 
+enum Direction { LOAD, STORE, ADD };
 struct Copy {
-    Program* to_program;
+    Program* program;
     TensorMap map;
-    u32 to, bar;
-    int at[4];
+    u32 shared, bar;
+    int at[5];
     u32 priority;
+    Direction direction;
+    Thread* by = nullptr;              // of a store, and its group
+    u64 group = 0;
 };
 
 enum Timing { EAGER, LATE, RANDOM };
@@ -167,6 +189,8 @@ struct Machine {
     jmp_buf scheduler;
     std::string error;
     const BarrierName* names;
+    u32 window;                        // where shared memory begins
+    bool reads_early;                  // see check_read
 };
 extern Machine* machine;
 extern Thread* current;
