@@ -48,14 +48,21 @@ def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     Inference tensors have no version. A Parameter may be given another one's version with its memory by torch.utils.swap_tensors, which `Module.to` and
     `load_state_dict` use if they are told to, and which refuses tensors that are weakly referenced: so Parameters have no key, either.
     """
-    if any([type(t) is Parameter or t.is_inference() for t in tensors]):
-        return None
-    known = tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), weakref.ref(t.untyped_storage())) for t in tensors])
-    names = getattr(_running, "names", ())
-    return (*known, names) if names and known else known
+    known: list[Any] = []
+    for t in tensors:
+        if type(t) is Parameter or t.is_inference():
+            return None
+        known.append((id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), weakref.ref(t.untyped_storage())))
+    if known and _running.names:
+        known.append(_running.names)
+    return tuple(known)
 
 
-_running = threading.local()
+class _Running(threading.local):
+    names: tuple[int, ...] = ()
+
+
+_running = _Running()
 
 
 @contextmanager
