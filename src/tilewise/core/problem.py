@@ -58,8 +58,29 @@ class Problem:
     def replaced(self, **fields: Any) -> "Problem":
         """The same problem but for these fields. `dataclasses.replace` takes several times as long."""
         other = object.__new__(Problem)
-        other.__dict__.update(self.__dict__, **fields)
+        own = other.__dict__
+        own.update(self.__dict__)
+        own.update(fields)  # one by one is quicker than both at once
         return other
+
+    @property
+    def bare(self) -> "Problem":
+        """The same problem without `tensors`, which `of` puts back."""
+        return self.replaced(query=None, key=None, value=None, sinks=None, score=None if self.score is None else self.score.with_captures(()))
+
+    def of(self, tensors: Sequence[Tensor]) -> "Problem":
+        """The problem of these `tensors`, from a bare one."""
+        query, key, value, *others = tensors
+        if not others:
+            return self.replaced(query=query, key=key, value=value)
+        count = self.capture_count
+        score, sinks = None if self.score is None else self.score.with_captures(tuple(others[:count])), others[count] if len(others) > count else None
+        return self.replaced(query=query, key=key, value=value, score=score, sinks=sinks)
+
+    @property
+    def capture_count(self) -> int:
+        """Of the score, bare or not."""
+        return 0 if self.score is None else len(self.score.program.captures)
 
     def without_pages(self) -> "Problem":
         """The same problem with keys and values in order, in the query's dtype: copies."""
