@@ -185,6 +185,19 @@ def test_the_number_of_threads_is_asked_for_every_time(made: list[str], monkeypa
     assert made == ["Forward", "Backward"]
 
 
+@pytest.mark.parametrize("queries", [LENGTH, 2], ids=["forward", "decoding"])
+def test_a_known_call_makes_no_lse_where_none_is_asked_for(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, given, pack = tensors(queries=queries), [], run.pack_forward
+    monkeypatch.setattr(run, "pack_forward", lambda *values: given.append([value != 0 for value in values[5:7]]) or pack(*values))
+    right, right_lse = tw.attention(*x, mask=masks.causal, backend="reference", return_lse=True)
+    for _ in range(3):
+        torch.testing.assert_close(tw.attention(*x, mask=masks.causal, backend="cpp"), right, atol=1e-5, rtol=1e-5)
+        out, lse = tw.attention(*x, mask=masks.causal, backend="cpp", return_lse=True)
+        torch.testing.assert_close((out, lse), (right, right_lse), atol=1e-5, rtol=1e-5)
+    wanted, unwanted = [True, True], [False, False]
+    assert given == [wanted, wanted, *[unwanted, wanted] * 2]  # the first call of a kind is not a replay
+
+
 def test_seeds_and_sinks_are_no_part_of_a_pass(made: list[str]) -> None:
     x, logits = tensors(), torch.tensor([0.5, -1.0])
     results = [check(x, dropout_p=0.3, seed=seed, score=scores.sinks(logits)) for seed in (1, 2)]

@@ -50,7 +50,7 @@ class CppPlan(Plan):
         forward, (contents, *_) = found
         if contents is None or (mask_sources and contents != self._forward_state(mask_sources)):
             return None
-        return forward.run(query, key, value, None, 0)
+        return forward.run(query, key, value, None, 0, needs_lse)
 
     def backward(self, p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         if wanted:

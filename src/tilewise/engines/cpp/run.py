@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import EmptyOutputs, like_query
+from tilewise.engines.base import NOTHING, EmptyOutputs, like_query
 from tilewise.engines.cpp import kernels, splits
 from tilewise.engines.cpp.arguments import BACKWARD, BACKWARD_CALL, FORWARD, FORWARD_CALL, address, laid_out, problem_values
 from tilewise.engines.cpp.libraries import library_of
@@ -43,8 +43,8 @@ class Forward:
         self._prepared = struct.pack(FORWARD, *values, *laid_out(like_query(p.query, p.v_dim)), 0, 0, parts, 0, *UNPACKED)
         self._outputs = EmptyOutputs(p)
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int) -> Output:
-        output, _ = self._outputs(query)
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int, needs_lse: bool = True) -> Output:
+        output = self._outputs(query)[0] if needs_lse else Output(self._outputs.out(query), *NOTHING)
         memory, buffers = self._workspace.borrow()
         call = pack_forward(
             torch.get_num_threads(),
@@ -52,7 +52,7 @@ class Forward:
             key.data_ptr(),
             value.data_ptr(),
             output.out.data_ptr(),
-            output.lse.data_ptr(),
+            output.lse.data_ptr(),  # 0 of an empty tensor, and then the kernel makes none
             output.max_score.data_ptr(),
             address(sinks),
             seed,
