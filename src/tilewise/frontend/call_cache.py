@@ -18,7 +18,6 @@ from tilewise.engines import Engine, Output
 from tilewise.frontend.call_key import CallKey
 from tilewise.frontend.dispatch import Choice
 from tilewise.frontend.token_order import TokenPermutation, best_permutation
-from tilewise.lang import BoundProgram
 
 MAX_CALLS = 512
 
@@ -52,7 +51,8 @@ class CachedCall(NamedTuple):
             tiles = held[self.tiles]
             problem = problem.replaced(tiles=tiles, mask=tiles.mask)
         elif self.mask:
-            problem = problem.replaced(mask=_bound(problem.mask, self.mask, held))
+            assert problem.mask is not None
+            problem = problem.replaced(mask=problem.mask.with_captures(tuple([held[n] for n in self.mask])))
         if problem.dropout_p > 0:
             problem = problem.replaced(seed=seed_tensor(options.seed, options.dropout_p, device))
         return problem
@@ -124,13 +124,6 @@ def _was_moved(problem: Problem) -> bool:
     if given is None or problem.mask is None:
         return False
     return any([mine is not its for mine, its in zip(problem.mask.captures, given.captures, strict=True)])
-
-
-def _bound(bare: BoundProgram | None, places: tuple[int, ...], held: tuple[Any, ...]) -> BoundProgram:
-    assert bare is not None
-    bound = object.__new__(BoundProgram)
-    bound.__dict__.update(bare.__dict__, captures=tuple([held[n] for n in places]))
-    return bound
 
 
 def forget() -> None:
