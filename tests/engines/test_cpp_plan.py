@@ -194,7 +194,7 @@ def test_a_known_call_makes_no_lse_where_none_is_asked_for(queries: int, monkeyp
         torch.testing.assert_close(tw.attention(*x, mask=masks.causal, backend="cpp"), right, atol=1e-5, rtol=1e-5)
         out, lse = tw.attention(*x, mask=masks.causal, backend="cpp", return_lse=True)
         torch.testing.assert_close((out, lse), (right, right_lse), atol=1e-5, rtol=1e-5)
-    wanted, unwanted = [True, True], [False, False]
+    wanted, unwanted = [True, False], [False, False]  # lse, the largest scores
     assert given == [wanted, wanted, *[unwanted, wanted] * 2]  # the first call of a kind is not a replay
 
 

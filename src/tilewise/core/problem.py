@@ -51,7 +51,7 @@ class Problem:
     grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
     places: Places | None = None  # of this part in a larger problem, by which dropout is drawn; None: it is the whole
     pages: Pages | None = None  # which of them hold the keys and values of each batch element; None: they lie in order. Only without gradients
-    max_scores: bool = False  # the largest score of each row is asked for (Output.max_score), which is otherwise anything
+    max_scores: bool = False  # the largest score of each row is asked for (Output.max_score), which is otherwise anything, or empty
     partial: bool = False  # the output is one part of a row's, to be merged with others by lse; a backward is given the whole row's out and lse
     busy_sms: int = 0  # multiprocessors that a collective may want meanwhile: a kernel that would hold all of them to its end leaves as many free
 

@@ -26,14 +26,17 @@ def run_eager(engine: Engine, problem: Problem, plan: Plan, needs_lse: bool = Tr
     if torch.is_grad_enabled():
         tensors = problem.tensors
         if any([t.requires_grad for t in tensors]):
-            return train(engine, problem.bare, tensors, plan, needs_lse)
+            return _as_output(_Attention.apply((engine, problem.bare, plan, needs_lse), *tensors))
     return forward_of(engine, problem, plan)
 
 
 def train(engine: Engine, bare: Problem, tensors: Sequence[Tensor], plan: Plan, needs_lse: bool) -> Output:
-    """A call of which a gradient is wanted, as Problem.bare and Problem.tensors."""
-    found = _Attention.apply((engine, bare, plan, needs_lse), *tensors)
-    return Output(*found) if needs_lse else Output(found, *NOTHING)
+    """A call like an earlier one, of which a gradient is wanted, as Problem.bare and Problem.tensors."""
+    return _as_output(_Attention.apply((engine, bare, plan, needs_lse), *tensors))
+
+
+def _as_output(found: Any) -> Output:
+    return Output(found, *NOTHING) if isinstance(found, Tensor) else Output(*found, *NOTHING[len(found) - 1 :])
 
 
 class _Attention(torch.autograd.Function):
@@ -55,6 +58,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, output.out, output.lse, *watched)  # the last, so that torch notices if they are changed in place
         if not needs_lse:
             return output.out
+        if not bare.max_scores:
+            return output.out, output.lse
         ctx.mark_non_differentiable(output.max_score)
         return output
 

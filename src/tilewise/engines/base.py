@@ -132,7 +132,7 @@ class EmptyOutputs:
         when what keeps it alive here is gone."""
         out = self.out(query)
         if needs_lse:
-            output = Output(out, torch.empty_like(self._rows), torch.empty_like(self._rows))
+            output = Output(out, self.rows(), self.rows())
             return output, output
         room = torch.empty_like(self._both)
         return Output(out, *NOTHING), (out, room, room.data_ptr() + self._half_bytes)
@@ -141,6 +141,10 @@ class EmptyOutputs:
         if self._is_like_query:
             return torch.empty_like(query)
         return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+
+    def rows(self) -> Tensor:
+        """For lse, or for the largest scores."""
+        return torch.empty_like(self._rows)
 
 
 def one_number(problem: Problem) -> Tensor:

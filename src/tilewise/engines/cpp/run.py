@@ -41,10 +41,11 @@ class Forward:
         self._workspace = Workspace(split_bytes, *(UNPACKED if decoding else _packed_sizes(p, schedule.density)))
         self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype, p.result_dtype, p.key.dtype)
         self._prepared = struct.pack(FORWARD, *values, *laid_out(like_query(p.query, p.v_dim)), 0, 0, parts, 0, *UNPACKED)
-        self._outputs = EmptyOutputs(p)
+        self._outputs, self._max_scores = EmptyOutputs(p), p.max_scores
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int, needs_lse: bool = True) -> Output:
-        output = self._outputs(query)[0] if needs_lse else Output(self._outputs.out(query), *NOTHING)
+        outputs = self._outputs
+        output = Output(outputs.out(query), outputs.rows() if needs_lse else NOTHING[0], outputs.rows() if self._max_scores else NOTHING[1])
         memory, buffers = self._workspace.borrow()
         call = pack_forward(
             torch.get_num_threads(),
@@ -52,7 +53,7 @@ class Forward:
             key.data_ptr(),
             value.data_ptr(),
             output.out.data_ptr(),
-            output.lse.data_ptr(),  # 0 of an empty tensor, and then the kernel makes none
+            output.lse.data_ptr(),  # 0 of an empty tensor: then the kernel makes none
             output.max_score.data_ptr(),
             address(sinks),
             seed,
