@@ -207,7 +207,7 @@ class Options(NamedTuple):
 
     def of_plain_values(self) -> "Options":
         """The same with numbers and truth values of Python's own: they are part of a key, and a tensor or an array may change. Symbols stay."""
-        scale, dropout_p, is_causal, enable_gqa, deterministic, *_ = plain = self
+        scale, dropout_p, is_causal, enable_gqa, deterministic, _, _ = plain = self
         if (
             not torch.compiler.is_compiling()
             and (scale is None or type(scale) is float)

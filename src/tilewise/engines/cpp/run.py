@@ -139,7 +139,9 @@ class Backward:
     ) -> None:
         """Writes the gradients of query, key and value, and delta where it is given; adds to those of the captures."""
         pointers = self._pointers(capture_sums) if capture_sums else None
-        memory, (own_delta, *buffers) = self._workspace.borrow()
+        memory, buffers = self._workspace.borrow()  # delta's is the first
+        if delta is not None:
+            buffers = [delta.data_ptr(), *buffers[1:]]
         dq, dk, dv = grads
         call = pack_backward(
             torch.get_num_threads(),
@@ -150,7 +152,6 @@ class Backward:
             grad_out.data_ptr(),
             lse.data_ptr(),
             address(grad_lse),
-            own_delta if delta is None else delta.data_ptr(),
             *buffers,
             dq.data_ptr(),
             dk.data_ptr(),
