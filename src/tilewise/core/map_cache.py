@@ -77,8 +77,11 @@ def naming(names: Sequence[int]) -> Iterator[None]:
 
 def values_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """All that small tensors on a CPU hold, so that equal ones are the same, whoever made them; None for others. It depends on no object and no address."""
-    if sum([t.nbytes for t in tensors]) > MAX_VALUE_BYTES or not all([t.is_cpu and can_be_looked_at(t) for t in tensors]):
-        return None
+    size = 0
+    for t in tensors:
+        size += t.nbytes
+        if size > MAX_VALUE_BYTES or not t.is_cpu or not can_be_looked_at(t):
+            return None
     return tuple([(_bytes_of(t), t.dtype, t.shape) for t in tensors])
 
 
