@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
             found = differentiated(arguments(engine.name, problem), output, grad_out, grad_lse, sorted(wanted))
         else:
             grad_out, grad_lse = resolved(grad_out), None if grad_lse is None else resolved(grad_lse)
-            if torch._C._is_any_autocast_enabled():
+            if torch.is_autocast_enabled(problem.device.type):
                 with without_autocast(problem.device):
                     found = engine.backward(problem, plan, output, grad_out, grad_lse, wanted)
             else:
