@@ -10,6 +10,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import masks, scores
 from tilewise.engines.cpp import missing, run
+from tilewise.engines.cpp.workspace import Workspace, _spare, give_back
 from tilewise.frontend import call_cache
 from tilewise.tiles import Geometry, TileMap
 from tilewise.tiles.runs import from_dense
@@ -250,3 +251,16 @@ def test_the_backward_of_decoding_sees_a_mask_that_changes(made: list[str]) -> N
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
         lengths += 25
     assert made.count("Backward") == 3
+
+
+def test_buffers_lie_in_the_memory_that_was_borrowed() -> None:
+    """The addresses are remembered from one call to the next; calls at the same time have memory of their own each."""
+    workspace = Workspace(10, 0, 100, 64)
+    first, second = [workspace.borrow()[0] for _ in range(2)]
+    assert first is not None and second is not None and first is not second
+    for memory in (first, first, second, first):
+        _spare.clear()
+        give_back(memory)
+        borrowed, buffers = workspace.borrow()
+        assert borrowed is memory and memory.numel() >= 256
+        assert buffers[1] == 0 and [buffers[n] - memory.data_ptr() for n in (0, 2, 3)] == [0, 64, 192]
