@@ -351,7 +351,7 @@ def test_generate_without_padding(tiny: Tiny, cache: str) -> None:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Counter[str]]:
     """Counts what a step does besides attention: problems made (calls that are not known), traces, masks read, maps built."""
-    from tilewise import masks, scores
+    from tilewise import scores
     from tilewise.core.map_cache import maps
     from tilewise.frontend import call_cache, mask_tensors
     from tilewise.tiles import sources
@@ -368,7 +368,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Count
         monkeypatch.setattr(module, name, counted)
 
     count(sys.modules["tilewise.attention"], "make_problem", "problems")
-    for module, name in ((masks, "trace_mask"), (sources, "trace_mask"), (scores, "trace_score"), (sys.modules["tilewise.core.problem"], "trace_score")):
+    masks, problem = sys.modules["tilewise.masks.mask"], sys.modules["tilewise.core.problem"]
+    for module, name in ((masks, "trace_mask"), (sources, "trace_mask"), (scores, "trace_score"), (problem, "trace_score")):
         count(module, name, "traces")
 
     def measure(step: Callable[[], Any]) -> Counter[str]:
