@@ -12,7 +12,7 @@ from tilewise.core.pages import Pages, gathered
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.core.recording import unrecorded
-from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, transformed
+from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, train, transformed
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
@@ -247,6 +247,9 @@ def _again(cached: CachedCall, call_key: CallKey, query: Tensor, key: Tensor, va
     replayed = cached.replay(call_key, query, key, value, needs_lse)
     if replayed is not None:
         return replayed
+    if cached.trains:
+        bare, tensors = cached.bare(call_key, options, query.device), cached.tensors(call_key, query, key, value)
+        return train(cached.engine, bare, tensors, cached.plan, needs_lse)
     problem = cached.bind(call_key, query, key, value, options, pages)
     if cached.permutation is not None or cached.engine.is_torch_function:
         return execute(cached, problem, needs_lse)

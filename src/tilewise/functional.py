@@ -12,7 +12,7 @@ from tilewise.attention import attention
 from tilewise.core.problem import DenseMask
 from tilewise.errors import InputError
 from tilewise.frontend import mask_tensors
-from tilewise.frontend.dispatch import attention_backend, requested_backend, takes_dense_mask, takes_masks
+from tilewise.frontend.dispatch import TAKES_DENSE_MASK, TAKES_MASKS, attention_backend, requested_backend
 from tilewise.frontend.interception import Interception
 from tilewise.frontend.shared_sequence import scopes
 from tilewise.masks import causal, causal_lower_right
@@ -59,9 +59,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, backe
     if not isinstance(mask, Tensor) or query.is_nested:
         return attention(query, key, value, mask=mask, backend=backend, **options)
     name = requested_backend(backend)[0]
-    if takes_dense_mask(name):
+    if name in TAKES_DENSE_MASK:
         return attention(query, key, value, mask=DenseMask(mask), backend=backend, **options)
-    reads_anyway = len(scopes) > 0 or not takes_masks(name)  # there a mask that hides nothing has to be none
+    reads_anyway = len(scopes) > 0 or name not in TAKES_MASKS  # there a mask that hides nothing has to be none
     read = mask_tensors.read_contents if reads_anyway else mask_tensors.read_for_call
     reading = read(mask, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
     if reading is None:

@@ -165,6 +165,50 @@ def test_gradients_of_a_remembered_call() -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("backend", ["blocked", "cpp"])
+def test_gradients_of_a_remembered_call_with_all_that_a_problem_may_have(backend: str, return_lse: bool, traced: list[int]) -> None:
+    """What is saved for the backward is taken apart and put together again: mask and score with tensors, some of which learn, sinks, a seed."""
+    ids = torch.arange(24) // 9
+    fixed, learned, logits = torch.linspace(-1, 1, 24), torch.linspace(0, 1, 24).requires_grad_(), torch.tensor([0.5, -1.0]).requires_grad_()
+    mask = lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv)
+    options: dict[str, Any] = {"mask": mask, "score": [lambda s, b, h, q, kv: s * fixed[q] + learned[kv], scores.sinks(logits)], "dropout_p": 0.2, "seed": 7}
+
+    def gradients(x: list[Tensor], backend: str) -> list[Tensor]:
+        found = tw.attention(*x, backend=backend, return_lse=return_lse, **options)
+        out, lse = found if return_lse else (found, None)
+        loss = (out * out).sum() if lse is None else (out * out).sum() + lse.cos().sum()
+        return [out, *torch.autograd.grad(loss, [*x, learned, logits])]
+
+    made = []
+    for step in range(3):
+        with torch.no_grad():
+            ids, logits = (ids + step) % 3, logits + step  # other tensors of the same kind
+            learned += 1
+        logits.requires_grad_()
+        options["score"] = [options["score"][0], scores.sinks(logits)]
+        x = [(t + step).requires_grad_() for t in tensors()]
+        wanted = gradients(x, "reference")
+        del traced[:]
+        for _ in range(2):
+            torch.testing.assert_close(gradients(x, backend), wanted, rtol=1e-4, atol=1e-4)
+        made.append(len(traced))
+    assert made == [1, 1, 1]  # the second call was a known one
+
+
+def test_a_tensor_that_has_outlived_a_transform_of_torch_func_is_not_known(traced: list[int]) -> None:
+    """Known calls enter autograd in a way that does not look for such tensors."""
+    kept: list[Tensor] = []
+    q, k, v = tensors()
+    torch.func.grad(lambda t: kept.append(t * 1) or t.sum())(q)
+    k.requires_grad_()
+    wanted = torch.autograd.grad(attend([q, k, v]).sum(), k)
+    del traced[:]
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(attend([kept[0], k, v]).sum(), k), wanted)
+    assert len(traced) == 2
+
+
 def test_dropout_draws_anew_and_repeats_with_its_seed() -> None:
     x = tensors()
     drawn = [attend(x, dropout_p=0.5) for _ in range(2)]

@@ -10,6 +10,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import masks, scores
 from tilewise.engines.cpp import missing, run
+from tilewise.engines.cpp.workspace import Workspace, _spare, give_back
 from tilewise.frontend import call_cache
 from tilewise.tiles import Geometry, TileMap
 from tilewise.tiles.runs import from_dense
@@ -185,6 +186,19 @@ def test_the_number_of_threads_is_asked_for_every_time(made: list[str], monkeypa
     assert made == ["Forward", "Backward"]
 
 
+@pytest.mark.parametrize("queries", [LENGTH, 2], ids=["forward", "decoding"])
+def test_a_known_call_makes_no_lse_where_none_is_asked_for(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, given, pack = tensors(queries=queries), [], run.pack_forward
+    monkeypatch.setattr(run, "pack_forward", lambda *values: given.append([value != 0 for value in values[5:7]]) or pack(*values))
+    right, right_lse = tw.attention(*x, mask=masks.causal, backend="reference", return_lse=True)
+    for _ in range(3):
+        torch.testing.assert_close(tw.attention(*x, mask=masks.causal, backend="cpp"), right, atol=1e-5, rtol=1e-5)
+        out, lse = tw.attention(*x, mask=masks.causal, backend="cpp", return_lse=True)
+        torch.testing.assert_close((out, lse), (right, right_lse), atol=1e-5, rtol=1e-5)
+    wanted, unwanted = [True, False], [False, False]  # lse, the largest scores
+    assert given == [wanted, wanted, *[unwanted, wanted] * 2]  # the first call of a kind is not a replay
+
+
 def test_seeds_and_sinks_are_no_part_of_a_pass(made: list[str]) -> None:
     x, logits = tensors(), torch.tensor([0.5, -1.0])
     results = [check(x, dropout_p=0.3, seed=seed, score=scores.sinks(logits)) for seed in (1, 2)]
@@ -237,3 +251,16 @@ def test_the_backward_of_decoding_sees_a_mask_that_changes(made: list[str]) -> N
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
         lengths += 25
     assert made.count("Backward") == 3
+
+
+def test_buffers_lie_in_the_memory_that_was_borrowed() -> None:
+    """The addresses are remembered from one call to the next; calls at the same time have memory of their own each."""
+    workspace = Workspace(10, 0, 100, 64)
+    first, second = [workspace.borrow()[0] for _ in range(2)]
+    assert first is not None and second is not None and first is not second
+    for memory in (first, first, second, first):
+        _spare.clear()
+        give_back(memory)
+        borrowed, buffers = workspace.borrow()
+        assert borrowed is memory and memory.numel() >= 256
+        assert buffers[1] == 0 and [buffers[n] - memory.data_ptr() for n in (0, 2, 3)] == [0, 64, 192]

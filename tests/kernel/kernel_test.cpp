@@ -83,18 +83,20 @@ static void check(const Shape& s, Way way) {
         p.mask.by_key = (void*)causal_by_key;
     }
     f.out = out.tensor();
-    f.lse = lse;
-    f.max_score = max_score;
     real *k_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.d], *v_panels = new real[s.batch * s.kv_heads * key_tiles * KEYS * s.dv];
     uint8_t* finite = new uint8_t[s.batch * s.kv_heads * key_tiles];
     if (way == PANELS) f.packed = {k_panels, v_panels, finite};
     f.splits = 3;
     real* split_results = new real[f.splits * rows * (s.dv + 2)];
     f.split_results = split_results;
-    if (way == DECODING)
-        tilewise_decode(&f);
-    else
-        tilewise_forward(&f);
+    for (bool rows_are_wanted : {false, true}) {
+        f.lse = rows_are_wanted ? lse : nullptr;
+        f.max_score = rows_are_wanted ? max_score : nullptr;
+        if (way == DECODING)
+            tilewise_decode(&f);
+        else
+            tilewise_forward(&f);
+    }
 
     const i64 blocks = tiles, dp = padded(s.d, 32), dvp = padded(s.dv, 32);
     Backward b;

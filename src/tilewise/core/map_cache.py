@@ -48,14 +48,21 @@ def contents_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     Inference tensors have no version. A Parameter may be given another one's version with its memory by torch.utils.swap_tensors, which `Module.to` and
     `load_state_dict` use if they are told to, and which refuses tensors that are weakly referenced: so Parameters have no key, either.
     """
-    if any([type(t) is Parameter or t.is_inference() for t in tensors]):
-        return None
-    known = tuple([(id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), weakref.ref(t.untyped_storage())) for t in tensors])
-    names = getattr(_running, "names", ())
-    return (*known, names) if names and known else known
+    known: list[Any] = []
+    for t in tensors:
+        if type(t) is Parameter or t.is_inference():
+            return None
+        known.append((id(t), t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), weakref.ref(t.untyped_storage())))
+    if known and _running.names:
+        known.append(_running.names)
+    return tuple(known)
 
 
-_running = threading.local()
+class _Running(threading.local):
+    names: tuple[int, ...] = ()
+
+
+_running = _Running()
 
 
 @contextmanager
@@ -70,8 +77,11 @@ def naming(names: Sequence[int]) -> Iterator[None]:
 
 def values_key(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """All that small tensors on a CPU hold, so that equal ones are the same, whoever made them; None for others. It depends on no object and no address."""
-    if sum([t.nbytes for t in tensors]) > MAX_VALUE_BYTES or not all([t.is_cpu and can_be_looked_at(t) for t in tensors]):
-        return None
+    size = 0
+    for t in tensors:
+        size += t.nbytes
+        if size > MAX_VALUE_BYTES or not t.is_cpu or not can_be_looked_at(t):
+            return None
     return tuple([(_bytes_of(t), t.dtype, t.shape) for t in tensors])
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 class Output(NamedTuple):
-    """out (B, H, Sq, Dv) in the problem's result_dtype; lse and the largest score of each row (B, H, Sq), fp32 or fp64, natural logarithm."""
+    """out (B, H, Sq, Dv) in the problem's result_dtype; lse and the largest score of each row (B, H, Sq), fp32 or fp64, natural logarithm. The latter may be
+    empty, or anything, where nobody asked for it (`Problem.max_scores`)."""
 
     out: Tensor
     lse: Tensor

@@ -51,15 +51,36 @@ class Problem:
     grid: Grid | None = None  # of which the tokens are the points, in row-major order; only where the mask says so
     places: Places | None = None  # of this part in a larger problem, by which dropout is drawn; None: it is the whole
     pages: Pages | None = None  # which of them hold the keys and values of each batch element; None: they lie in order. Only without gradients
-    max_scores: bool = False  # the largest score of each row is asked for (Output.max_score), which is otherwise anything
+    max_scores: bool = False  # the largest score of each row is asked for (Output.max_score), which is otherwise anything, or empty
     partial: bool = False  # the output is one part of a row's, to be merged with others by lse; a backward is given the whole row's out and lse
     busy_sms: int = 0  # multiprocessors that a collective may want meanwhile: a kernel that would hold all of them to its end leaves as many free
 
     def replaced(self, **fields: Any) -> "Problem":
         """The same problem but for these fields. `dataclasses.replace` takes several times as long."""
         other = object.__new__(Problem)
-        other.__dict__.update(self.__dict__, **fields)
+        own = other.__dict__
+        own.update(self.__dict__)
+        own.update(fields)  # one by one is quicker than both at once
         return other
+
+    @property
+    def bare(self) -> "Problem":
+        """The same problem without `tensors`, which `of` puts back."""
+        return self.replaced(query=None, key=None, value=None, sinks=None, score=None if self.score is None else self.score.with_captures(()))
+
+    def of(self, tensors: Sequence[Tensor]) -> "Problem":
+        """The problem of these `tensors`, from a bare one."""
+        query, key, value, *others = tensors
+        if not others:
+            return self.replaced(query=query, key=key, value=value)
+        count = self.capture_count
+        score, sinks = None if self.score is None else self.score.with_captures(tuple(others[:count])), others[count] if len(others) > count else None
+        return self.replaced(query=query, key=key, value=value, score=score, sinks=sinks)
+
+    @property
+    def capture_count(self) -> int:
+        """Of the score, bare or not."""
+        return 0 if self.score is None else len(self.score.program.captures)
 
     def without_pages(self) -> "Problem":
         """The same problem with keys and values in order, in the query's dtype: copies."""
@@ -186,7 +207,7 @@ class Options(NamedTuple):
 
     def of_plain_values(self) -> "Options":
         """The same with numbers and truth values of Python's own: they are part of a key, and a tensor or an array may change. Symbols stay."""
-        scale, dropout_p, is_causal, enable_gqa, deterministic, *_ = plain = self
+        scale, dropout_p, is_causal, enable_gqa, deterministic, _, _ = plain = self
         if (
             not torch.compiler.is_compiling()
             and (scale is None or type(scale) is float)

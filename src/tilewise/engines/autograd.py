@@ -4,6 +4,7 @@ Everything that needs the operator (torch_op.py) goes through it: torch.compile,
 their own (transforms.py).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,56 +18,62 @@ from tilewise.engines.torch_op import arguments, forward_of, without_autocast
 from tilewise.engines.transforms import are_active, differentiated, is_batched
 from tilewise.memory import resolved
 
-NO_TENSOR = torch.empty(0, device="cpu")  # whatever the default device is when this is imported
+NONE_WANTED: frozenset[int] = frozenset()
 
 
 def run_eager(engine: Engine, problem: Problem, plan: Plan, needs_lse: bool = True) -> Output:
     """lse and max_score may be empty where they are not needed."""
-    p = problem
     if torch.is_grad_enabled():
-        differentiable: tuple[Tensor | None, ...] = (p.query, p.key, p.value)
-        if p.score is not None or p.sinks is not None:
-            differentiable = (*differentiable, p.sinks, *(() if p.score is None else p.score.captures))
-        if any([t is not None and t.requires_grad for t in differentiable]):
-            found = _Attention.apply((engine, problem, plan, needs_lse), *differentiable)
-            return Output(*found) if needs_lse else Output(found, *NOTHING)
+        tensors = problem.tensors
+        if any([t.requires_grad for t in tensors]):
+            return _as_output(_Attention.apply((engine, problem.bare, plan, needs_lse, False), *tensors))
     return forward_of(engine, problem, plan)
+
+
+def train(engine: Engine, bare: Problem, tensors: Sequence[Tensor], plan: Plan, needs_lse: bool) -> Output:
+    """A call like an earlier one, of which a gradient is wanted, as Problem.bare and Problem.tensors."""
+    return _as_output(_apply((engine, bare, plan, needs_lse, True), *tensors))
+
+
+def _as_output(found: Any) -> Output:
+    return Output(found, *NOTHING) if isinstance(found, Tensor) else Output(*found, *NOTHING[len(found) - 1 :])
 
 
 class _Attention(torch.autograd.Function):
     """Every line here is passed in every layer of every training step, twice. Every output takes torch time, in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Engine, Problem, Plan, bool], *differentiable: Tensor | None) -> Any:
-        engine, problem, plan, needs_lse = call
-        output = forward_of(engine, problem, plan)
+    def forward(ctx: Any, call: tuple[Engine, Problem, Plan, bool, bool], *tensors: Tensor) -> Any:
+        engine, bare, plan, needs_lse, is_known = call
+        watched = bare.mask_sources
+        output = plan.replay(tensors[0], tensors[1], tensors[2], watched) if is_known else None
+        if output is None:
+            output = forward_of(engine, bare.of(tensors), plan)
         ctx.set_materialize_grads(False)
-        score, watched = problem.score, problem.mask_sources
-        if problem.seed is not None:
-            watched = (*watched, problem.seed)
+        if bare.seed is not None:
+            watched = (*watched, bare.seed)
         if watched:
             watched = tuple([t for t in watched if not t.is_inference()])  # these have no version to watch, and cannot be saved
-        bare = problem.replaced(query=NO_TENSOR, key=NO_TENSOR, value=NO_TENSOR, sinks=None, score=None)  # its tensors are saved below
-        ctx.call = engine, plan, bare, None if score is None else score.with_captures(()), len(differentiable)
-        ctx.save_for_backward(*differentiable, output.out, output.lse, *watched)  # the last, so that torch notices if they are changed in place
+        ctx.call = engine, plan, bare, len(tensors)
+        ctx.save_for_backward(*tensors, output.out, output.lse, *watched)  # the last, so that torch notices if they are changed in place
         if not needs_lse:
             return output.out
+        if not bare.max_scores:
+            return output.out, output.lse
         ctx.mark_non_differentiable(output.max_score)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, grad_max_score: Tensor | None = None) -> tuple[Any, ...]:
-        engine, plan, bare, score, count = ctx.call
+        engine, plan, bare, count = ctx.call
         saved = ctx.saved_tensors
-        query, key, value, *others = saved[:count]  # nothing, or sinks and the score's captures
-        output = Output(saved[count], saved[count + 1], saved[count + 1])  # no backward looks at the largest scores: anything on the device will do
-        wanted: frozenset[int] = frozenset()
-        if score is not None:
-            score = score.with_captures(tuple(others[1:]))
-            wanted = frozenset([k for k, needed in enumerate(ctx.needs_input_grad[5:]) if needed])
-        problem = bare.replaced(query=query, key=key, value=value, sinks=others[0] if others else None, score=score)
+        problem = bare.of(saved[:count])
+        out, lse = saved[count], saved[count + 1]
+        output = Output(out, lse, lse)  # no backward looks at the largest scores: anything on the device will do
+        captures = bare.capture_count
+        wanted = frozenset([k for k in range(captures) if ctx.needs_input_grad[4 + k]]) if captures else NONE_WANTED
         if grad_out is None:
-            grad_out = torch.zeros_like(output.out)
+            grad_out = torch.zeros_like(out)
         if torch.is_grad_enabled() or is_batched(grad_out) or is_batched(grad_lse) or are_active():  # more than a first derivative
             found = differentiated(arguments(engine.name, problem), output, grad_out, grad_lse, sorted(wanted))
         else:
@@ -76,6 +83,12 @@ class _Attention(torch.autograd.Function):
                     found = engine.backward(problem, plan, output, grad_out, grad_lse, wanted)
             else:
                 found = engine.backward(problem, plan, output, grad_out, grad_lse, wanted)
-        if not others:
+        if count == 3:
             return None, found.query, found.key, found.value
-        return (None, found.query, found.key, found.value, found.sinks, *[found.captures.get(k) for k in range(len(others) - 1)])
+        sinks = (found.sinks,) if count > 3 + captures else ()
+        return (None, found.query, found.key, found.value, *[found.captures.get(k) for k in range(captures)], *sinks)
+
+
+# What Function.apply comes to outside of torch.func's transforms, but for its search for tensors that have outlived one. These have no address, so that their
+# calls are never like an earlier one (call_key.py).
+_apply = super(torch.autograd.Function, _Attention).apply

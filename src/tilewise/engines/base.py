@@ -130,15 +130,21 @@ class EmptyOutputs:
     def __call__(self, query: Tensor, needs_lse: bool = True) -> tuple[Output, tuple[Tensor, Tensor, Tensor | int]]:
         """An output, and what kernels are to fill. They write lse and max_score, needed or not: where they are not, to one piece of memory, which is free again
         when what keeps it alive here is gone."""
-        if self._is_like_query:
-            out = torch.empty_like(query)
-        else:
-            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+        out = self.out(query)
         if needs_lse:
-            output = Output(out, torch.empty_like(self._rows), torch.empty_like(self._rows))
+            output = Output(out, self.rows(), self.rows())
             return output, output
         room = torch.empty_like(self._both)
         return Output(out, *NOTHING), (out, room, room.data_ptr() + self._half_bytes)
+
+    def out(self, query: Tensor) -> Tensor:
+        if self._is_like_query:
+            return torch.empty_like(query)
+        return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+
+    def rows(self) -> Tensor:
+        """For lse, or for the largest scores."""
+        return torch.empty_like(self._rows)
 
 
 def one_number(problem: Problem) -> Tensor:

@@ -18,10 +18,8 @@ from tilewise.engines import Engine, Output
 from tilewise.frontend.call_key import CallKey
 from tilewise.frontend.dispatch import Choice
 from tilewise.frontend.token_order import TokenPermutation, best_permutation
-from tilewise.lang import BoundProgram
 
 MAX_CALLS = 512
-NO_TENSORS = dict.fromkeys(("query", "key", "value", "tiles", "sinks", "seed", "pages"))
 
 
 class CachedCall(NamedTuple):
@@ -35,6 +33,7 @@ class CachedCall(NamedTuple):
     permutation: TokenPermutation | None
     permuted_plans: dict[Any, Plan]  # by the strides of the copies, which depend on which gradients are wanted
     replays: bool  # the plan may be asked to: tokens are not permuted, and no gradient is wanted or torch makes it
+    trains: bool  # a gradient is wanted that the engine makes, and tokens are not permuted
     mask: tuple[int, ...] = ()
     score: tuple[int, ...] = ()
     sinks: int | None = None
@@ -42,20 +41,29 @@ class CachedCall(NamedTuple):
 
     def bind(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor, options: Options, pages: Pages | None) -> Problem:
         """The problem of a call like the one this was made for. (`dataclasses.replace` would take several times as long.)"""
+        found = self.bare(key, options, query.device).of(self.tensors(key, query, k, value))
+        return found if pages is None else found.replaced(pages=pages)
+
+    def bare(self, key: CallKey, options: Options, device: torch.device) -> Problem:
+        """The same without the tensors that a gradient can be asked for."""
         held, problem = key.held, self.problem
-        bound = object.__new__(Problem)
-        fields = bound.__dict__
-        fields.update(problem.__dict__)
-        fields["query"], fields["key"], fields["value"], fields["pages"] = query, k, value, pages
-        if held:
-            tiles = None if self.tiles is None else held[self.tiles]
-            fields["tiles"] = tiles
-            fields["mask"] = tiles.mask if tiles is not None else _bound(problem.mask, self.mask, held)
-            fields["score"] = _bound(problem.score, self.score, held)
-            fields["sinks"] = None if self.sinks is None else held[self.sinks]
+        if self.tiles is not None:
+            tiles = held[self.tiles]
+            problem = problem.replaced(tiles=tiles, mask=tiles.mask)
+        elif self.mask:
+            assert problem.mask is not None
+            problem = problem.replaced(mask=problem.mask.with_captures(tuple([held[n] for n in self.mask])))
         if problem.dropout_p > 0:
-            fields["seed"] = seed_tensor(options.seed, options.dropout_p, query.device)
-        return bound
+            problem = problem.replaced(seed=seed_tensor(options.seed, options.dropout_p, device))
+        return problem
+
+    def tensors(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Those (`Problem.tensors`)."""
+        if not self.score and self.sinks is None:
+            return query, k, value
+        held = key.held
+        captures = [held[n] for n in self.score]
+        return (query, k, value, *captures) if self.sinks is None else (query, k, value, *captures, held[self.sinks])
 
     def replay(self, key: CallKey, query: Tensor, k: Tensor, value: Tensor, needs_lse: bool) -> Output | None:
         """The forward straight from the plan, where nothing has to be bound but the tensors, and the gradient is nobody's or torch's; else None."""
@@ -88,8 +96,8 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
     """What the next call like this one will need; remembered if the call has a key and every tensor of the problem is part of it."""
     permutation = None if problem.grid is None else best_permutation(engine, problem)
     trains = torch.is_grad_enabled() and any([t.requires_grad for t in problem.tensors])
-    replays = permutation is None and (engine.is_torch_function or not trains)
-    cached = CachedCall(engine, engine.plan(problem), problem, choice, mask_name, permutation, {}, replays)
+    plain, own = permutation is None, trains and not engine.is_torch_function
+    cached = CachedCall(engine, engine.plan(problem), problem, choice, mask_name, permutation, {}, replays=plain and not own, trains=plain and own)
     if key is None:
         return cached
     places = {id(t): n for n, t in enumerate(key.held)}
@@ -98,9 +106,8 @@ def keep(key: CallKey | None, problem: Problem, engine: Engine, choice: Choice, 
     tensors = [*captures, *[t for t in (problem.sinks, problem.tiles) if t is not None]]
     if any([id(t) not in places for t in tensors]) or not all([c.repeatable for c in programs]) or _was_moved(problem):
         return cached
-    bare = problem.replaced(**NO_TENSORS, mask=_bare(problem.mask), score=_bare(problem.score))
     kept = cached._replace(
-        problem=bare,
+        problem=problem.bare.replaced(mask=None if problem.mask is None else problem.mask.with_captures(()), tiles=None, seed=None, pages=None),
         mask=() if problem.mask is None or problem.tiles is not None else tuple([places[id(t)] for t in problem.mask.captures]),
         score=() if problem.score is None else tuple([places[id(t)] for t in problem.score.captures]),
         sinks=None if problem.sinks is None else places[id(problem.sinks)],
@@ -117,18 +124,6 @@ def _was_moved(problem: Problem) -> bool:
     if given is None or problem.mask is None:
         return False
     return any([mine is not its for mine, its in zip(problem.mask.captures, given.captures, strict=True)])
-
-
-def _bare(bound: BoundProgram | None) -> BoundProgram | None:
-    return None if bound is None else BoundProgram(bound.program, (), bound.ints, bound.floats)
-
-
-def _bound(bare: BoundProgram | None, places: tuple[int, ...], held: tuple[Any, ...]) -> BoundProgram | None:
-    if not places or bare is None:
-        return bare
-    bound = object.__new__(BoundProgram)
-    bound.__dict__.update(bare.__dict__, captures=tuple([held[n] for n in places]))
-    return bound
 
 
 def forget() -> None:

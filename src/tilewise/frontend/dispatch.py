@@ -116,15 +116,10 @@ def candidates(backend: str) -> list[Engine]:
     return named or sorted([e for e in ENGINES if backend in e.serves], key=lambda e: e.serves[backend])
 
 
-def takes_dense_mask(backend: str) -> bool:
-    """Whether a backend hands a mask tensor on as it is, whatever the problem."""
-    found = candidates(backend)
-    return len(found) > 0 and all([e.takes_dense_mask for e in found])
-
-
-def takes_masks(backend: str) -> bool:
-    """Whether a backend takes masks other than the causal one."""
-    return backend != "flash" and any([e.takes_masks for e in candidates(backend)])
+TAKES_DENSE_MASK = frozenset([name for name in names() if all([e.takes_dense_mask for e in candidates(name)])])
+"""Backends that hand a mask tensor on as it is, whatever the problem."""
+TAKES_MASKS = frozenset([name for name in names() if name != "flash" and any([e.takes_masks for e in candidates(name)])])
+"""Backends that take masks other than the causal one."""
 
 
 def reason_against(engine: Engine, problem: Problem, request: Request) -> str | None:

@@ -88,7 +88,7 @@ def token_permute(permutation: TokenPermutation, problem: Problem) -> Problem:
 
 def token_unpermute(permutation: TokenPermutation, output: Output, needs_lse: bool) -> Output:
     """The output with its tokens where they were; lse is empty where nobody needs it."""
-    lse, max_score = [permutation.unpermute(t, 2) if needs_lse else t.new_empty(0) for t in (output.lse, output.max_score)]
+    lse, max_score = [permutation.unpermute(t, 2) if needs_lse and t.numel() else t.new_empty(0) for t in (output.lse, output.max_score)]
     return Output(permutation.unpermute(output.out, 2), lse, max_score)
 
 

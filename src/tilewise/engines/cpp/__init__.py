@@ -1,7 +1,7 @@
 """The C++ engine: CPU kernels compiled for this processor on first use, with masks and scores as generated functions."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine
 from tilewise.engines.blocked import BlockedEngine
+from tilewise.engines.cpp.compiler import CompilerError
 from tilewise.engines.cpp.tile_size import KEYS, LANES
 from tilewise.engines.dropout import refuse_scattered
 
@@ -34,27 +35,19 @@ class CppEngine(Engine):
 
         return CppPlan(problem)
 
-    def forward(self, problem: Problem, plan: Plan) -> Output:
-        from tilewise.engines.cpp import run
-        from tilewise.engines.cpp.compiler import CompilerError
-        from tilewise.engines.cpp.plan import CppPlan
-
-        assert isinstance(plan, CppPlan)
+    def forward(self, problem: Problem, plan: Any) -> Output:
         try:
-            return run.forward(problem, plan)
+            found: Output = plan.forward(problem)
         except CompilerError as error:
             return _fallback(error).forward(problem, plan)
+        return found
 
-    def backward(self, problem: Problem, plan: Plan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-        from tilewise.engines.cpp import run
-        from tilewise.engines.cpp.compiler import CompilerError
-        from tilewise.engines.cpp.plan import CppPlan
-
-        assert isinstance(plan, CppPlan)
+    def backward(self, problem: Problem, plan: Any, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         try:
-            return run.backward(problem, plan, output, grad_out, grad_lse, wanted)
+            found: Gradients = plan.backward(problem, output, grad_out, grad_lse, wanted)
         except CompilerError as error:
             return _fallback(error).backward(problem, plan, output, grad_out, grad_lse, wanted)
+        return found
 
 
 SLOWER = "served by tiles of plain torch operations, which is slower"
@@ -64,7 +57,6 @@ _missing: list[str | None] = []
 def missing() -> str | None:
     """Why C++ cannot be compiled here, or None. Checked once, by building the thread pool, which every kernel needs."""
     if not _missing:
-        from tilewise.engines.cpp.compiler import CompilerError
         from tilewise.engines.cpp.libraries import library_of
         from tilewise.engines.cpp.threads import POOL
 

@@ -2,22 +2,18 @@
 
 import ctypes
 import struct
-from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.core.output import Gradients, Output
+from tilewise.core.output import Output
 from tilewise.core.problem import Problem
-from tilewise.engines.base import EmptyOutputs, attend_nothing, like_query, scalar_seed, sinks_gradient
+from tilewise.engines.base import NOTHING, EmptyOutputs, like_query
 from tilewise.engines.cpp import kernels, splits
 from tilewise.engines.cpp.arguments import BACKWARD, BACKWARD_CALL, FORWARD, FORWARD_CALL, address, laid_out, problem_values
 from tilewise.engines.cpp.libraries import library_of
 from tilewise.engines.cpp.mods import Arguments, dscore_unit
-from tilewise.engines.cpp.plan import FORWARD as FORWARD_PASS
-from tilewise.engines.cpp.plan import CppPlan
 from tilewise.engines.cpp.tile_schedule import TileSchedule, key_schedule, query_schedule
 from tilewise.engines.cpp.tile_size import KEYS, LANES
 from tilewise.engines.cpp.workspace import Workspace, give_back
@@ -25,47 +21,6 @@ from tilewise.engines.cpp.workspace import Workspace, give_back
 PACKING_BYTES, UNPACKED = 2**19, (0, 0, 0)  # packing pays if the queries together read at least so many bytes of each key
 PAIRING_LANES = LANES  # or, for products of pairs, if so many lanes do
 pack_forward, pack_backward = struct.Struct(FORWARD_CALL).pack, struct.Struct(BACKWARD_CALL).pack
-
-
-def forward(p: Problem, plan: CppPlan) -> Output:
-    if p.query.numel() == 0 or p.key.numel() == 0:
-        return attend_nothing(p)
-    found = plan.prepared(FORWARD_PASS, p, lambda: Forward(p))
-    sinks = None if p.sinks is None else p.sinks.to(p.inner_dtype).contiguous()
-    return found.run(p.query, p.key, p.value, sinks, _seed(p))
-
-
-def backward(p: Problem, plan: CppPlan, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
-    if wanted:
-        assert p.score is not None
-        p = p.replaced(score=replace(p.score, captures=tuple([t.contiguous() if k in wanted else t for k, t in enumerate(p.score.captures)])))
-    grad_lse = None if grad_lse is None else grad_lse.to(p.inner_dtype).contiguous()
-    dq, dk, dv = [torch.empty_like(t, dtype=p.result_dtype, memory_format=torch.contiguous_format) for t in (p.query, p.key, p.value)]
-    capture_sums = splits.zeroed_capture_gradients(p, wanted)
-    delta = None if p.sinks is None else torch.zeros_like(output.lse)
-    if p.query.numel() and p.key.numel():
-        grad_out, out = grad_out.to(p.dtype), output.out.to(p.result_dtype)
-        found = plan.prepared(backward_key(p, out, grad_out, wanted), p, lambda: Backward(p, out, grad_out, wanted))
-        found.run(p, output._replace(out=out), grad_out, grad_lse, (dq, dk, dv), delta, capture_sums)
-    else:
-        if delta is not None and grad_lse is not None:
-            delta -= grad_lse
-        for t in (dq, dk, dv):
-            t.zero_()
-    captured = {} if p.score is None else {k: t.sum(0).to(p.score.captures[k].dtype) for k, t in capture_sums.items()}
-    return Gradients(dq, dk, dv, None if delta is None else sinks_gradient(p, output, delta), captured)
-
-
-def backward_key(p: Problem, out: Tensor, grad_out: Tensor, wanted: frozenset[int]) -> Hashable:
-    """What a backward's packed arguments depend on beyond the call's key: which gradients of captures are wanted; the strides of saved tensors, which may come
-    back otherwise laid out than they went (offloading does that), and of the gradient of the output, which is anybody's; the places of the score's captures,
-    some of which may be copies."""
-    captures = () if p.score is None else p.score.captures
-    return (wanted, p.query.stride(), p.key.stride(), p.value.stride(), out.stride(), grad_out.stride(), tuple([(t.data_ptr(), t.stride()) for t in captures]))
-
-
-def _seed(p: Problem) -> int:
-    return scalar_seed(p) if p.dropout_p > 0 else 0
 
 
 # -- the forward -------------------------------------------------------------------------------------------------------
@@ -86,10 +41,11 @@ class Forward:
         self._workspace = Workspace(split_bytes, *(UNPACKED if decoding else _packed_sizes(p, schedule.density)))
         self._kernel = kernels.kernel("decode" if decoding else "forward", p.dtype, p.result_dtype, p.key.dtype)
         self._prepared = struct.pack(FORWARD, *values, *laid_out(like_query(p.query, p.v_dim)), 0, 0, parts, 0, *UNPACKED)
-        self._outputs = EmptyOutputs(p)
+        self._outputs, self._max_scores = EmptyOutputs(p), p.max_scores
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int) -> Output:
-        output, _ = self._outputs(query)
+    def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: int, needs_lse: bool = True) -> Output:
+        outputs = self._outputs
+        output = Output(outputs.out(query), outputs.rows() if needs_lse else NOTHING[0], outputs.rows() if self._max_scores else NOTHING[1])
         memory, buffers = self._workspace.borrow()
         call = pack_forward(
             torch.get_num_threads(),
@@ -97,7 +53,7 @@ class Forward:
             key.data_ptr(),
             value.data_ptr(),
             output.out.data_ptr(),
-            output.lse.data_ptr(),
+            output.lse.data_ptr(),  # 0 of an empty tensor: then the kernel makes none
             output.max_score.data_ptr(),
             address(sinks),
             seed,
@@ -172,33 +128,36 @@ class Backward:
     def run(
         self,
         p: Problem,
-        output: Output,
+        out: Tensor,
+        lse: Tensor,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         grads: tuple[Tensor, Tensor, Tensor],
         delta: Tensor | None,
         capture_sums: dict[int, Tensor],
+        seed: int,
     ) -> None:
         """Writes the gradients of query, key and value, and delta where it is given; adds to those of the captures."""
         pointers = self._pointers(capture_sums) if capture_sums else None
-        memory, (own_delta, *buffers) = self._workspace.borrow()
+        memory, buffers = self._workspace.borrow()  # delta's is the first
+        if delta is not None:
+            buffers = [delta.data_ptr(), *buffers[1:]]
         dq, dk, dv = grads
         call = pack_backward(
             torch.get_num_threads(),
             p.query.data_ptr(),
             p.key.data_ptr(),
             p.value.data_ptr(),
-            output.out.data_ptr(),
+            out.data_ptr(),
             grad_out.data_ptr(),
-            output.lse.data_ptr(),
+            lse.data_ptr(),
             address(grad_lse),
-            own_delta if delta is None else delta.data_ptr(),
             *buffers,
             dq.data_ptr(),
             dk.data_ptr(),
             dv.data_ptr(),
             0 if pointers is None else ctypes.addressof(pointers),
-            _seed(p),
+            seed,
         )
         self._kernel(self._prepared, call)
         give_back(memory)

@@ -68,7 +68,7 @@ struct Packed {
 struct Forward {
     Problem problem;
     Tensor out;
-    void *lse, *max_score;  // [batch, heads, n_q], compute type
+    void *lse, *max_score;  // [batch, heads, n_q], compute type; null where nobody wants them
     i64 splits;             // decoding: how many ways the keys are split
     void* split_results;    // decoding: [batch, kv_heads, splits, rows] of {acc[dv], max_score, total}
     Packed packed;

@@ -238,8 +238,8 @@ template <typename E, typename R> void combine_splits(void* context, i64 item) {
             for (i64 d = 0; d < p.dv; d++) sums[d] += result[d] * weight;
         }
         const RowEpilogue<T> end = row_epilogue<T>(row_max, total, p.sinks ? (const T*)p.sinks + h : nullptr, (T)p.keep_scale);
-        ((T*)f.lse)[at] = end.lse;
-        ((T*)f.max_score)[at] = row_max;
+        if (f.lse) ((T*)f.lse)[at] = end.lse;
+        if (f.max_score) ((T*)f.max_score)[at] = row_max;
         R* out = (R*)row_ptr<R>(f.out, b, h, q);
         for (i64 d = 0; d < p.dv; d++) narrow(sums[d] * end.factor, out[d * f.out.stride[3]]);
     }

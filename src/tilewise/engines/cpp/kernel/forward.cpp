@@ -237,13 +237,12 @@ void init_tile(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 count) 
 void store_tile(const Forward& f, QueryTile& t, i64 b, i64 h, i64 q0, i64 count) {
     const Problem& p = f.problem;
     real factor[LANES];
-    real* lse = (real*)f.lse + (b * p.heads + h) * p.n_q + q0;
-    real* max_score = (real*)f.max_score + (b * p.heads + h) * p.n_q + q0;
+    const i64 at = (b * p.heads + h) * p.n_q + q0;
     for (i64 l = 0; l < count; l++) {
         const RowEpilogue<real> end = row_epilogue<real>(t.base[l], t.total[l], p.sinks ? (const real*)p.sinks + h : nullptr, (real)p.keep_scale);
         factor[l] = end.factor;
-        lse[l] = end.lse;
-        max_score[l] = t.row_max[l];
+        if (f.lse) ((real*)f.lse)[at + l] = end.lse;
+        if (f.max_score) ((real*)f.max_score)[at + l] = t.row_max[l];
     }
     RESULT* out = (RESULT*)row_ptr<RESULT>(f.out, b, h, q0);
     store_transposed(t.acc, factor, out, f.out.stride[2], f.out.stride[3], count, p.dv);
