@@ -12,9 +12,8 @@ import torch
 
 from tests.engines.test_cuda import problem
 from tilewise import TileMap, masks
-from tilewise.engines.cuda.config import forward_forms
+from tilewise.engines.cuda.config import band_for, forward_forms
 from tilewise.engines.cuda.source import FOLDER
-from tilewise.engines.gluon.bands import band_for
 from tilewise.lang import Band
 from tilewise.lang.bands import FAR, LONGEST
 

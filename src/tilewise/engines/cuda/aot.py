@@ -5,10 +5,9 @@ from functools import partial
 import torch
 
 from tilewise.core.problem import Problem
-from tilewise.engines.cuda.config import ForwardConfig, forward_forms
+from tilewise.engines.cuda.config import ForwardConfig, band_for, forward_forms
 from tilewise.engines.cuda.launches import fwd_launch_with, schedule_of
 from tilewise.engines.gluon import aot as gluon
-from tilewise.engines.gluon.bands import band_for
 from tilewise.engines.gpu.aot import Candidates
 from tilewise.engines.gpu.launch import Launch
 

@@ -7,9 +7,11 @@ import torch
 from tilewise.core.problem import Problem
 from tilewise.engines.cuda.mods import is_bounded, keeps_range, uses_distance
 from tilewise.engines.gluon import config as gluon
-from tilewise.engines.gluon.bands import band_for
 from tilewise.engines.gpu.limits import shared_memory
 from tilewise.engines.gpu.mods import has_score
+from tilewise.lang import Band, band_of
+from tilewise.lang.bands import LONGEST
+from tilewise.sizes import less
 
 ROWS = 64  # query rows of a warpgroup
 CHUNK = 64  # columns that lie side by side in shared memory, in 128 bytes
@@ -77,6 +79,13 @@ class ForwardConfig:
 def padded(dim: int) -> int:
     """A head dim in shared memory."""
     return -(-dim // CHUNK) * CHUNK
+
+
+def band_for(p: Problem) -> Band | None:
+    """The band that the whole mask is; None where a tile schedule is needed, or no mask is given."""
+    if p.mask is None or p.given_tiles is not None:
+        return None
+    return band_of(p.mask) if less(p.q_len, LONGEST) and less(p.kv_len, LONGEST) else None
 
 
 def forward_config(p: Problem, mapped: bool) -> ForwardConfig:

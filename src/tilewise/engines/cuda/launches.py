@@ -7,11 +7,10 @@ from torch import Tensor
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.cuda import nvrtc
-from tilewise.engines.cuda.config import ForwardConfig, forward_config
+from tilewise.engines.cuda.config import ForwardConfig, band_for, forward_config
 from tilewise.engines.cuda.mods import score_of
 from tilewise.engines.cuda.source import CudaKernel
 from tilewise.engines.gluon import config as gluon
-from tilewise.engines.gluon.bands import band_density, band_for
 from tilewise.engines.gluon.launches import heads_at_a_time, heads_per_group, hopper_tiles
 from tilewise.engines.gluon.tile_schedule import HopperSchedule, hopper_schedule, query_axis
 from tilewise.engines.gpu.arguments import dropout_arguments, seed_of, shape_arguments
@@ -21,6 +20,7 @@ from tilewise.engines.gpu.launch import Launch, TmaTensor, score_captures
 from tilewise.engines.gpu.limits import free_sms
 from tilewise.engines.gpu.mods import mod_arguments, scales
 from tilewise.engines.gpu.tile_schedule import TileSchedule
+from tilewise.lang import Band
 
 FORWARD = CudaKernel("forward")
 LAST_ITEMS = 3  # query tiles a program has of the last group of heads, at least: by simulation, D256 S8192 then loses 2 % to idle programs instead of 10 %
@@ -66,6 +66,11 @@ class Compiler(NamedTuple):
 def schedule_of(p: Problem) -> HopperSchedule:
     """The same that the Gluon forward walks; none for a band, whose tiles the kernel finds by itself."""
     return NO_SCHEDULE if band_for(p) is not None else hopper_schedule(p, query_axis(gluon.forward_config(p)))
+
+
+def band_density(p: Problem, band: Band) -> float:
+    """The share of the keys that a query sees, at most."""
+    return min(1.0, max(0, band.high - band.low + 1) / p.kv_len)
 
 
 def heads_before_last_group(heads: int, group: int, tiles: int, programs: int) -> int:

@@ -1,8 +1,8 @@
 """Which problems that the Gluon engine serves the CUDA forward cannot serve, or should leave to it, and why."""
 
 from tilewise.core.problem import Problem
+from tilewise.engines.cuda.config import band_for
 from tilewise.engines.cuda.mods import UP_TO_ONE, keeps_range
-from tilewise.engines.gluon.bands import band_for
 from tilewise.engines.gluon.patches import grid_width
 from tilewise.engines.gpu.mods import inner_score
 from tilewise.lang import Program

@@ -8,7 +8,6 @@ from tilewise.core.output import Output
 from tilewise.core.problem import Problem
 from tilewise.engines.base import like_query
 from tilewise.engines.gluon import launches
-from tilewise.engines.gluon.bands import band_for
 from tilewise.engines.gluon.config import backward_config, forward_config
 from tilewise.engines.gluon.patches import in_strips
 from tilewise.engines.gluon.tile_schedule import MapAxis, bits_launch, key_axis, query_axis
@@ -39,7 +38,7 @@ def backward_launches(p: Problem) -> list[Candidates]:
         lambda: [launches.bwd_preprocess_launch(p, launches.bwd_preprocess_tensors(out, lse, out, None, work.delta, work))],
         lambda: [launches.bwd_launch(p, launches.bwd_tensors(p, out, grads[1], grads[2], work))],
         lambda: [launches.bwd_postprocess_launch(p, launches.bwd_postprocess_tensors(p, lse, out, work.delta, grads, work))],
-        *(_mask_bits(p, key_axis(backward_config(p))) if band_for(p) is None else []),
+        *_mask_bits(p, key_axis(backward_config(p))),
     ]
 
 

@@ -46,7 +46,6 @@ class ForwardConfig:
 class BackwardConfig:
     d: int  # head dim in shared memory, the same for Q, K and V: 64, 128 or 256
     stages: int  # of Q and dO
-    banded: bool = False  # the mask is a band: kernels find query tiles by arithmetic
 
     @property
     def is_wide(self) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
-from tilewise.engines.gluon.bands import band_density, band_for
 from tilewise.engines.gluon.config import ROWS, backward_config, forward_config
 from tilewise.engines.gluon.kernel_args import (
     FixupArgs,
@@ -31,7 +30,6 @@ from tilewise.engines.gpu.kernel_args import BwdStrides, FwdStrides, FwdTensors,
 from tilewise.engines.gpu.launch import Launch, Source, TmaTensor, mask_captures, score_captures
 from tilewise.engines.gpu.limits import free_sms
 from tilewise.engines.gpu.mods import dscore_of, mask_of, mod_arguments, scales, score_of
-from tilewise.engines.gpu.tile_schedule import TileSchedule
 from tilewise.engines.gpu.workspace import Part, Workspace
 
 L2_SHARE = 8 * 2**20  # bytes of keys and values that programs read at a time: of 4 to 32 MiB the best on an H200
@@ -217,9 +215,9 @@ def bwd_preprocess_launch(p: Problem, tensors: PreprocessTensors) -> Launch:
 
 
 def bwd_launch(p: Problem, tensors: Tensors) -> Launch:
-    config, width, band = backward_config(p), grid_width(p), band_for(p)
+    config, width = backward_config(p), grid_width(p)
     p = in_strips(p)
-    schedule = hopper_schedule(p, key_axis(config)) if band is None else HopperSchedule(TileSchedule(-(-p.kv_len // config.block_n), mapped=False))
+    schedule = hopper_schedule(p, key_axis(config))
     return Launch(
         "hopper_bwd_wide" if config.is_wide else "hopper_bwd",
         kernels,
@@ -228,11 +226,10 @@ def bwd_launch(p: Problem, tensors: Tensors) -> Launch:
         {
             "tiles": schedule.tensors,
             "s_tiles": schedule.strides,
-            "band": (0, 0) if band is None else tuple(band.clamped),
             **shape_arguments(p),
             "n_tiles": schedule.count,
             "n_bh": p.batch * p.kv_heads,
-            "n_group": heads_per_group(p, schedule) if band is None else heads_at_a_time(p, band_density(p, band)),
+            "n_group": heads_per_group(p, schedule),
             "n_padded": padded_rows(p),
             "grid_width": width or 0,
             "scale": scales(p),
@@ -245,11 +242,11 @@ def bwd_launch(p: Problem, tensors: Tensors) -> Launch:
             "MAPPED": schedule.mapped,
             "PATCHED": width is not None,
             "DROPOUT": p.dropout_p > 0,
-            "C": config if band is None else replace(config, banded=True),
+            "C": config,
         },
         4,
         1,
-        sources=(*((hopper_tiles(key_axis(config)),) if band is None else ()), score_captures),
+        sources=(hopper_tiles(key_axis(config)), score_captures),
     )
 
 

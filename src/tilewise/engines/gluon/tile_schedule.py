@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tilewise.core.map_cache import maps, publish, remembered
 from tilewise.core.problem import Problem
-from tilewise.engines.gluon.bands import band_for
 from tilewise.engines.gluon.config import BackwardConfig, ForwardConfig, backward_config, forward_config
 from tilewise.engines.gluon.mask_bits import pack_mask_bits_launch
 from tilewise.engines.gluon.patches import in_strips
@@ -79,8 +78,8 @@ def key_axis(config: BackwardConfig) -> MapAxis:
 
 
 def too_many_mask_bits(p: Problem, by_keys: bool = False) -> bool:
-    """Whether a mask decides in so many tiles that the bits of a pass, along queries or along keys, would be large. A backward needs none for a band."""
-    if p.mask is None or (by_keys and band_for(p) is not None):
+    """Whether a mask decides in so many tiles that the bits of a pass, along queries or along keys, would be large."""
+    if p.mask is None:
         return False
     if is_made_on_device(p):  # there is room for the bits of every tile, or of as many as can be chosen
         return p.given_tiles is not None and p.device.type != "meta" and _most_bytes(p, by_keys) > MAX_ELEMENTS // 8

@@ -31,11 +31,8 @@ from tilewise.engines.gluon.kernels.primitives import (
     WARPGROUP_AND_WARP,
     apply_mask_bits,
     apply_score,
-    band_bits,
-    band_query_tiles,
     buffers_for,
     column_index,
-    cut_by_band,
     load_mask_bits,
     mailbox_read,
     mailbox_write,
@@ -94,7 +91,6 @@ def bwd(
     p_seed,
     tiles,
     s_tiles,
-    band,
     n_heads,
     ratio,
     n_q,
@@ -120,9 +116,8 @@ def bwd(
 
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc: TMA descriptors, as in forward.py. dq_desc: dQ's fp32 accumulator (see store_warp).
     lse_desc (in base 2), delta_desc: [batch * heads * n_padded]. p_nonfinite: [key tiles, 2], see the end of consumer. tiles, s_tiles: a
-    HopperSchedule by key tiles; band: the mask's limits in place of it, if C.banded. n_tiles: key tiles per head. n_bh: batch * key heads. n_group: key heads
-    whose tiles are mixed because their tensors fit into the L2 cache together. n_padded: rows that a head has in lse, delta and dQ's accumulator. C: a
-    BackwardConfig."""
+    HopperSchedule by key tiles. n_tiles: key tiles per head. n_bh: batch * key heads. n_group: key heads whose tiles are mixed because their tensors fit
+    into the L2 cache together. n_padded: rows that a head has in lse, delta and dQ's accumulator. C: a BackwardConfig."""
     BM: gl.constexpr = C.value.block_m
     bufs, full, mailboxes = allocate_inputs(q_desc, k_desc, do_desc, lse_desc, delta_desc, C)
     dtype: gl.constexpr = q_desc.dtype
@@ -131,10 +126,10 @@ def bwd(
     dq_bufs = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)  # a part of dQ for each warpgroup
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     load_shape = (n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, grid_width)
-    load = (descs, bufs, full, mailboxes, tiles, s_tiles, band, load_shape)
+    load = (descs, bufs, full, mailboxes, tiles, s_tiles, load_shape)
     work_bufs = (bufs, ds_bufs, dq_bufs)
     work_shape = (n_heads, ratio, n_q, n_kv, n_tiles, grid_width)
-    work = (dk_desc, dv_desc, p_nonfinite, p_seed, work_bufs, full, mailboxes, tiles[MASK_BITS], band, work_shape, scale, keep_scale, threshold, score)
+    work = (dk_desc, dv_desc, p_nonfinite, p_seed, work_bufs, full, mailboxes, tiles[MASK_BITS], work_shape, scale, keep_scale, threshold, score)
     gl.warp_specialize(
         [
             (consumer, (work, SCORE, DSCORE, MAPPED, PATCHED, DROPOUT, 0, C)),
@@ -178,7 +173,7 @@ def allocate_inputs(q_desc, k_desc, do_desc, lse_desc, delta_desc, C: gl.constex
 def load_warp(load, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr):
     """The load warp picks the program's key tile, loads its K and V, and then Q, dO, lse and delta of one query tile after the other, as soon as a stage is
     free. Everything is ordered by when the consumers need it: K, Q and lse, V, dO and delta."""
-    descs, bufs, full, mailboxes, tiles, s_tiles, band, shape = load
+    descs, bufs, full, mailboxes, tiles, s_tiles, shape = load
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
     n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, grid_width = shape
     BM: gl.constexpr = C.value.block_m
@@ -205,9 +200,6 @@ def load_warp(load, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr
     tma_load(k_desc, tma_coords(i_b, i_hk, i_kv * BN, grid_width, PATCHED), kv_full.index(0), kv_bufs.index(0))  # [BN, D]
     q_tiles = gl.cdiv(n_q, BM)
     n_steps = q_tiles * ratio
-    if C.value.banded:
-        first_tile, last_tile = band_query_tiles(band, i_kv * BN, n_q, n_kv, BM, BN)
-        n_steps = (last_tile - first_tile) * ratio
     if MAPPED:
         n_steps = 0
         for g in range(ratio):
@@ -235,10 +227,6 @@ def load_warp(load, MAPPED: gl.constexpr, PATCHED: gl.constexpr, C: gl.constexpr
                 for i_q in range(start, uniform(gl.load(tiles[STOP] + run))):
                     send_q(q_pipe, i_step, i_h, i_q, past_end, -1, PATCHED, C)
                     i_step += 1
-        elif C.value.banded:
-            for i_q in range(first_tile, last_tile):
-                send_q(q_pipe, i_step, i_h, i_q, past_end | cut_by_band(band, i_q * BM, i_kv * BN, BM, BN), -1, PATCHED, C)
-                i_step += 1
         else:
             for i in range(q_tiles):  # programs start at different query tiles, so that they do not all add to the same rows of dQ
                 i_q = i_kv * BN // BM + i
@@ -344,15 +332,6 @@ def own_keys(kv_bufs, WHICH: gl.constexpr, m0_masked, WG: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def apply_mask(b_x, b_words, band, m0, n0, n_kv, C: gl.constexpr, other: gl.constexpr):
-    """`other` where the mask forbids and past the last key. b_x is of keys from n0 and queries from m0 on, [64, BM]; b_words are its mask bits, if any."""
-    if C.value.banded:  # key n0 + r is seen by queries n0 + r - band[1] to n0 + r - band[0]
-        b_bits = band_bits(n0 - band[1] - m0, n0 - band[0] - m0, b_x)
-        b_words = b_bits & b_words  # these are 0 past the last key
-    return apply_mask_bits(b_x, b_words, other)
-
-
-@gluon.jit
 def consumer(
     work, SCORE: gl.constexpr, DSCORE: gl.constexpr, MAPPED: gl.constexpr, PATCHED: gl.constexpr, DROPOUT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr
 ):
@@ -360,7 +339,7 @@ def consumer(
 
     Scores are transposed, so that P^T and dS^T in registers are left operands of dV and dK as they are; only dQ needs dS from shared memory. Products
     overlap other work: dP^T the softmax, dV the computation of dS, dK its exchange, and S^T of the next step the staging of dQ."""
-    dk_desc, dv_desc, p_nonfinite, p_seed, work_bufs, full, mailboxes, p_bits, band, shape, scale, keep_scale, threshold, score = work
+    dk_desc, dv_desc, p_nonfinite, p_seed, work_bufs, full, mailboxes, p_bits, shape, scale, keep_scale, threshold, score = work
     bufs, ds_bufs, dq_bufs = work_bufs
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     kv_full, q_full, do_full = full
@@ -416,7 +395,7 @@ def consumer(
             b_lse = lse_bufs.index(stage).load(COLUMN)
             b_s = apply_score(b_qk, scale, i_b, i_h, q_index, kv_index, score, SCORE)
             if m0_masked % 2 != 0:
-                b_s = apply_mask(b_s, b_words, band, m0, n0, n_kv, C, float("-inf"))
+                b_s = apply_mask_bits(b_s, b_words)
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 0))
             b_p_dropped = b_p
             if DROPOUT:
@@ -428,7 +407,7 @@ def consumer(
             if DSCORE is not None:  # here, so that the registers of q.k are free before dP^T is awaited
                 b_p_dscore = b_p * DSCORE(b_qk * scale[0], i_b, i_h, q_index, kv_index, score[0], score[1], score[2], score[3])
                 if m0_masked % 2 != 0:  # P is 0 where the mask forbids, but the score's derivative may be NaN or Inf there
-                    b_p_dscore = apply_mask(b_p_dscore, b_words, band, m0, n0, n_kv, C, 0.0)
+                    b_p_dscore = apply_mask_bits(b_p_dscore, b_words, 0.0)
 
             # dS^T = P^T (dP^T - delta) score', from registers into dK and through shared memory into dQ
             b_dp = warpgroup_mma_wait(1, deps=[dp_token])

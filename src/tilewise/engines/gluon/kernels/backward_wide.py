@@ -36,7 +36,6 @@ from tilewise.engines.gluon.kernels.primitives import (
     WARPGROUP_THREADS,
     apply_mask_bits,
     apply_score,
-    band_bits,
     column_index,
     load_mask_bits,
     mailbox_read,
@@ -73,7 +72,6 @@ def bwd(
     p_seed,
     tiles,
     s_tiles,
-    band,
     n_heads,
     ratio,
     n_q,
@@ -111,10 +109,10 @@ def bwd(
     dq_bufs = (dq_in_do, dq_in_q)
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     load_shape = (n_heads, ratio, n_q, n_kv, n_tiles, n_bh, n_group, n_padded, grid_width)
-    load = (descs, bufs, full, mailboxes, tiles, s_tiles, band, load_shape)
+    load = (descs, bufs, full, mailboxes, tiles, s_tiles, load_shape)
     work_bufs = (bufs, p_bufs, ds_bufs, dq_bufs)
     work_shape = (n_heads, ratio, n_q, n_kv, n_tiles)
-    work = (p_nonfinite, p_seed, work_bufs, full, mailboxes, tiles[MASK_BITS], band, work_shape, scale, keep_scale, threshold, score)
+    work = (p_nonfinite, p_seed, work_bufs, full, mailboxes, tiles[MASK_BITS], work_shape, scale, keep_scale, threshold, score)
     gl.warp_specialize(
         [
             (consumer, (dv_desc, work, SCORE, DSCORE, MAPPED, DROPOUT, 0, C)),
@@ -154,14 +152,9 @@ def store_warp(dq_desc, dq_bufs, full, mailboxes, n_heads, ratio, n_padded, C: g
 
 
 @gluon.jit
-def apply_mask(b_x, b_words, band, m0, n0, o_kv, n_kv, WG: gl.constexpr, C: gl.constexpr, other: gl.constexpr):
-    """`other` where the mask forbids and past the last key. b_x is of queries from m0 and keys o_kv, from n0 on, [64, 32]. Words hold the bits of all 64 keys;
-    those of our 32 begin at bit WG * KEYS / 4."""
-    if C.value.banded:  # query m0 + r sees keys m0 + r + band[0] to m0 + r + band[1]
-        b_own = band_bits(m0 + band[0] - n0, m0 + band[1] - n0, b_x)
-    else:
-        b_own = b_words >> (WG * KEYS // 4)
-    return gl.where(o_kv < n_kv, apply_mask_bits(b_x, b_own, other), other)
+def apply_mask(b_x, b_words, o_kv, n_kv, WG: gl.constexpr, other: gl.constexpr):
+    """`other` where the mask forbids and past the last key. Words hold the bits of all 64 keys; those of our 32 begin at bit WG * KEYS / 4."""
+    return gl.where(o_kv < n_kv, apply_mask_bits(b_x, b_words >> (WG * KEYS // 4), other), other)
 
 
 @gluon.jit
@@ -171,7 +164,7 @@ def consumer(acc_desc, work, SCORE: gl.constexpr, DSCORE: gl.constexpr, MAPPED: 
 
     Scores are not transposed here: wgmma has 64 rows, and a warpgroup only 32 keys. P and dS are transposed when they are stored to shared memory.
     Products overlap other work: dP the softmax, dV the computation of dS, and S of the next step the staging of dQ."""
-    p_nonfinite, p_seed, work_bufs, full, mailboxes, p_bits, band, shape, scale, keep_scale, threshold, score = work
+    p_nonfinite, p_seed, work_bufs, full, mailboxes, p_bits, shape, scale, keep_scale, threshold, score = work
     bufs, p_bufs, ds_bufs, dq_bufs = work_bufs
     q_bufs, kv_bufs, do_bufs, lse_bufs, delta_bufs = bufs
     dq_buf = dq_bufs[WG]  # [STAGES, 256, 32]
@@ -230,7 +223,7 @@ def consumer(acc_desc, work, SCORE: gl.constexpr, DSCORE: gl.constexpr, MAPPED: 
             b_lse = lse_bufs.index(stage).load(ROW)
             b_s = apply_score(b_qk, scale, i_b, i_h, q_index, kv_index, score, SCORE)
             if m0_masked % 2 != 0:
-                b_s = apply_mask(b_s, b_words, band, m0, n0 + zero + WG * KEYS, o_kv, n_kv, WG, C, float("-inf"))
+                b_s = apply_mask(b_s, b_words, o_kv, n_kv, WG, float("-inf"))
             b_p = gl.exp2(b_s * c - gl.expand_dims(b_lse, 1))
             b_p_dropped = b_p
             if DROPOUT:
@@ -247,7 +240,7 @@ def consumer(acc_desc, work, SCORE: gl.constexpr, DSCORE: gl.constexpr, MAPPED: 
             if DSCORE is not None:  # here, so that the registers of q.k are free before dP is awaited
                 b_p_dscore = b_p * DSCORE(b_qk * scale[0], i_b, i_h, q_index, kv_index, score[0], score[1], score[2], score[3])
                 if m0_masked % 2 != 0:  # P is 0 where the mask forbids, but the score's derivative may be NaN or Inf there
-                    b_p_dscore = apply_mask(b_p_dscore, b_words, band, m0, n0 + zero + WG * KEYS, o_kv, n_kv, WG, C, 0.0)
+                    b_p_dscore = apply_mask(b_p_dscore, b_words, o_kv, n_kv, WG, 0.0)
 
             # dS = P (dP - delta) score', under dV
             b_dp = warpgroup_mma_wait(1 if WG == 0 else 0, deps=[dp_token])

@@ -235,41 +235,6 @@ def along_axis(o_x, AXIS: gl.constexpr):
     return o_x
 
 
-# -- bands: query q sees keys q + band[0] to q + band[1] ----------------------------------------------------------------
-
-
-@gluon.jit
-def band_query_tiles(band, n0, n_q, n_kv, BM: gl.constexpr, BN: gl.constexpr):
-    """The first query tile that sees a key of the tile that begins at n0, and the one after the last."""
-    first = gl.maximum(n0 - band[1], 0) // BM
-    last_query = gl.minimum(gl.minimum(n0 + BN, n_kv) - 1 - band[0], n_q - 1)
-    return first, gl.where(last_query < 0, first, gl.maximum(last_query // BM + 1, first))
-
-
-@gluon.jit
-def cut_by_band(band, m0, n0, BM: gl.constexpr, BN: gl.constexpr):
-    """1 if some query of a tile does not see some key."""
-    return ((m0 + band[1] < n0 + BN - 1) | (m0 + BM - 1 + band[0] > n0)).to(gl.int32)
-
-
-@gluon.jit
-def band_bits(first, last, b_like):
-    """Mask bits, as load_mask_bits returns them, of a block shaped like b_like whose row r allows columns first + r to last + r."""
-    FRAGMENTS: gl.constexpr = b_like.reshape(fragment_shape(b_like.shape[0], b_like.shape[1])).type.layout
-    WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, FRAGMENTS))
-    o_row = gl.expand_dims(gl.arange(0, b_like.shape[0], gl.SliceLayout(1, WORDS)), 1)
-    o_word = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
-    return lowest_bits(last + o_row - 2 * o_word, b_like.shape[1]) & ~lowest_bits(first + o_row - 2 * o_word - 1, b_like.shape[1])
-
-
-@gluon.jit
-def lowest_bits(o_last, COLUMNS: gl.constexpr):
-    """The bits 2 j + e of columns 8 j + e up to this one, of so many."""
-    o_last = gl.minimum(gl.maximum(o_last, -1), COLUMNS - 1) + 8  # // rounds towards 0
-    o_count = o_last // 8 * 2 + gl.minimum(o_last % 8 + 1, 2) - 2
-    return gl.where(o_count < 32, (1 << (o_count & 31)) - 1, -1)
-
-
 # -- results that are recomputed (fwd_fixup.py, bwd_pre_post.py) -----------------------------------------------------
 
 
