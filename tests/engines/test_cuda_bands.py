@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import tilewise as tw
 from tests.engines.test_cuda import problem
+from tests.support.recorded_launches import record
 from tilewise import TileMap, masks
+from tilewise.core.map_cache import maps
 from tilewise.engines.cuda.config import band_for, forward_forms
 from tilewise.engines.cuda.source import FOLDER
 from tilewise.lang import Band
@@ -90,3 +93,13 @@ def test_which_problems_are_bands() -> None:
 def test_tiles_of_bands(dim: int, tile: tuple[int, int]) -> None:
     (config,) = forward_forms(problem((1, 2, 512, dim), mask=masks.causal), mapped=False)
     assert config.tile == tile and config.banded and not config.mapped
+
+
+def test_a_bands_forward_makes_no_tile_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even to count mask bits, which it has none of."""
+    recorded = record(monkeypatch)
+    query = torch.zeros(1, 1, 32768, 64, dtype=torch.bfloat16)
+    before = maps.built
+    for mask in (masks.causal, masks.causal & masks.sliding_window(1000)):
+        tw.attention(query, query, query, mask=mask, backend="cuda")
+    assert [launch.kernel for launch in recorded] == ["cuda_fwd"] * 2 and maps.built == before

@@ -3,10 +3,11 @@
 from tilewise.core import store
 from tilewise.core.output import Output
 from tilewise.core.problem import Problem
+from tilewise.engines.cuda.config import band_for
 from tilewise.engines.cuda.launches import fwd_launch, needs_fixup
 from tilewise.engines.cuda.nvrtc import CompileError
 from tilewise.engines.gluon import run as gluon_run
-from tilewise.engines.gluon.run import Forward, serves_forward
+from tilewise.engines.gluon.run import Forward, is_aligned, serves_forward
 from tilewise.engines.gluon.run import backward as backward  # of the engine's two passes, the Gluon engine's
 from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.plan import FORWARD, GpuPlan
@@ -16,7 +17,7 @@ KIND = "cuda"
 
 
 def forward(p: Problem, plan: GpuPlan) -> Output:
-    if not serves_forward(p):
+    if not (serves_forward(p) if band_for(p) is None else is_aligned(p)):  # bands have no mask bits
         return triton_run.forward(p, plan)
     if KIND in plan.given_up:
         return gluon_run.forward(p, plan)

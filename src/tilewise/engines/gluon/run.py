@@ -35,8 +35,11 @@ def forward(p: Problem, plan: GpuPlan) -> Output:
 
 def serves_forward(p: Problem) -> bool:
     """What is known when a call runs, and not before: addresses, of which a compiled graph knows nothing, and how many tiles have mask bits."""
-    misaligned = (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16
-    return not misaligned and not too_many_mask_bits(p)
+    return is_aligned(p) and not too_many_mask_bits(p)
+
+
+def is_aligned(p: Problem) -> bool:
+    return (p.query.data_ptr() | p.key.data_ptr() | p.value.data_ptr()) % 16 == 0
 
 
 class Forward(Pass):
