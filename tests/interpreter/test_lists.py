@@ -68,7 +68,7 @@ lengths = st.tuples(st.integers(1, 150), st.integers(1, 150))
 tiles = st.tuples(st.sampled_from([16, 48, 64, 128]), st.sampled_from([16, 32, 64, 96]))
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(lengths, tiles, st.integers(0, 5), st.sampled_from([(1, 1), (2, 3)]), st.sampled_from([2, 4, 128]), st.integers(0, 99))
 def test_schedules_are_those_of_the_lists(length: tuple[int, int], tile: tuple[int, int], entries: int, lead: tuple[int, int], chunk: int, seed: int) -> None:
     """With the kernels' tiles as large as those that were given, or dividing them; rows of lists that go over a chunk's end."""
