@@ -14,6 +14,7 @@ from tests.support.cases import Case, function, made
 from tests.support.error_rule import check
 from tests.support.hopper.emulator import EAGER, LATE, MISSING, RANDOM, EmulationError, Emulator, Timing
 from tilewise import masks, scores
+from tilewise.engines.gpu import device_map
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -66,6 +67,30 @@ def test_grids_in_patches(emulator: Emulator, dim: int) -> None:
         "cpu",
         torch.bfloat16,
     )
+
+
+# -- around the kernels ------------------------------------------------------------------------------------------------
+
+
+def test_known_calls_follow_the_documents(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tile schedules are made by kernels, as on a GPU; a call that is known with its gradients sees what the ids are by then, and other tensors."""
+    monkeypatch.setattr(device_map, "interpreted", lambda: True)  # as it says where the CPU's tensors are a GPU's, too
+    monkeypatch.setattr(device_map, "device_maps", device_map.DeviceMapCache())
+    ids = torch.arange(700) // 300
+    mask = masks.document(ids) & masks.causal
+    for cut in (300, 300, 90):
+        ids.copy_(torch.arange(700) // cut)
+        tensors = [t * torch.randn(()) for t in inputs(64, 700)]
+        found, wanted = (gradients(given, engine, mask) for given, engine in ((tensors, "cuda"), ([t.double() for t in tensors], "reference")))
+        for mine, exact in zip(found, wanted, strict=True):
+            assert (mine - exact).norm() <= 6e-3 * exact.norm()
+    assert device_map.device_maps.made == 3
+
+
+def test_captures_that_learn(emulator: Emulator) -> None:
+    """The backward is the Triton engine's."""
+    table = {"score": lambda draw: [scores.relative_bias(draw.learned(4, 21)), scores.softcap(5.0)], "mask": FORMS["band"]}
+    check(Case("learned", heads=4, kv_heads=2, batch=1, q_len=150, head_dim=64, options=ATOMIC, **table), "gluon", "cpu", torch.bfloat16)
 
 
 # -- rows that go out of hand ------------------------------------------------------------------------------------------

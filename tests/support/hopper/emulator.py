@@ -26,6 +26,7 @@ from tilewise.engines.cpp import compiler
 from tilewise.engines.gluon import NO_GLUON
 from tilewise.engines.gpu.driver import MAP_ALIGNMENT, MAP_BYTES, aligned_address
 from tilewise.engines.gpu.kernel_request import KernelRequest, KernelTable, OwnCompiler
+from tilewise.engines.gpu.launch import Stretch
 from tilewise.engines.gpu.limits import shared_memory
 
 MISSING = NO_GLUON or (None if compiler.find() else "needs a C++ compiler")
@@ -56,6 +57,7 @@ class Emulator(Driver):
         self.launches = 0
         self.marked = 0  # rows that a kernel has left to the fix-up, or computed again by itself, which would hide what it did to them
         self.tensors: list[Any] = []  # whose addresses a launch is given
+        self.workspace: list[Any] = []  # the same, of the memory that a pass' kernels hand each other
         self._kernels: list[_Kernel] = []
 
     # -- the compiler ------------------------------------------------------------------------------------------------
@@ -126,17 +128,18 @@ class Emulator(Driver):
         ctypes.memmove(at, arguments, size)
         words = (ctypes.c_uint64 * (size // 8)).from_address(at)
         places: dict[int, int] = {}
-        sizes = {t.data_ptr(): bytes_of(t) for t in self.tensors if t.numel() > 0}
+        stretches = _stretches(self.tensors + self.workspace)
         for n, word in enumerate(words):
-            if word in sizes:
-                if word not in places:
-                    places[word] = machine.give_memory(ctypes.c_size_t(word), ctypes.c_size_t(sizes[word]))
-                    ctypes.memmove(places[word], word, sizes[word])
-                words[n] = places[word]
+            if word in stretches:
+                begin, size = stretches[word]
+                if begin not in places:
+                    places[begin] = machine.give_memory(ctypes.c_size_t(begin), ctypes.c_size_t(size))
+                    ctypes.memmove(places[begin], begin, size)
+                words[n] = places[begin] + word - begin
         try:
             yield ctypes.c_void_p(at)
             for given, place in places.items():
-                ctypes.memmove(given, place, sizes[given])
+                ctypes.memmove(given, place, stretches[given][1])
         finally:
             machine.take_memory()
 
@@ -169,11 +172,12 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, sms: int = 4) -> Emul
 
 
 def _tell_tensors(monkeypatch: pytest.MonkeyPatch, emulator: Emulator) -> None:
-    """The emulator is told how large what it is given addresses of is: the call's own tensors, and static ones."""
+    """The emulator is told how large what it is given addresses of is: the call's own tensors, static ones, and parts of a pass' workspace."""
     from tilewise.engines.gpu.launch import BoundLaunch, PreparedLaunch
+    from tilewise.engines.gpu.workspace import Workspace
 
     static: dict[int, tuple[Any, Any]] = {}
-    launch, bind = BoundLaunch.launch, PreparedLaunch._with
+    launch, bind, parts = BoundLaunch.launch, PreparedLaunch._with, Workspace.parts
 
     def launched(self: BoundLaunch, tensors: Sequence[Any]) -> None:
         emulator.tensors = [t for t in tensors if t is not None and not isinstance(t, int)] + static[id(self)][1]
@@ -184,13 +188,36 @@ def _tell_tensors(monkeypatch: pytest.MonkeyPatch, emulator: Emulator) -> None:
         static[id(made)] = made, list(tensors)
         return made
 
+    def parted(self: Workspace, memory: torch.Tensor) -> list[Any]:
+        emulator.workspace = [t for t in self.tensors(memory) if t is not None]
+        return parts(self, memory)
+
+    monkeypatch.setattr(Workspace, "parts", parted)
     monkeypatch.setattr(BoundLaunch, "launch", launched)
     monkeypatch.setattr(PreparedLaunch, "_with", bound)
 
 
-def bytes_of(t: torch.Tensor) -> int:
+def _stretches(tensors: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    """Of memory in which these tensors lie, by their addresses: where it begins, and its size. Those that overlap lie in one."""
+    found: dict[int, tuple[int, int]] = {}
+    begin = end = 0
+    members: list[int] = []
+    for at, size in sorted([(t.data_ptr(), bytes_of(t)) for t in tensors]):
+        if size == 0:
+            continue
+        if at >= end:
+            begin, members = at, []
+        end = max(end, at + size)
+        members.append(at)
+        found |= dict.fromkeys(members, (begin, end - begin))
+    return found
+
+
+def bytes_of(t: Any) -> int:
     """From its first byte to behind its last."""
-    return (sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) + 1) * t.element_size()
+    if isinstance(t, Stretch):
+        return 4 * len(t)
+    return (sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) + 1) * t.element_size() if t.numel() > 0 else 0
 
 
 class _Kernel:

@@ -12,7 +12,7 @@ PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.(\w+)[^,]*?(\w+)(?:\[(\d+)
 REGISTERS = re.compile(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>")
 TYPED = re.compile(
     "(add|sub|mul|mad|fma|div|rem|neg|abs|min|max|and|or|xor|not|shl|shr|setp|selp|cvt|cvta|mov|bfe|ex2|lg2|rcp|tanh|prmt|ld|st|atom|shfl|redux)"
-    r"\..*\b(pred|[bus](8|16|32|64)|b?f16|f32)"
+    r"\..*\b(pred|[bus](8|16|32|64)|([us]16|b?f16)(x2)?|f32)"
 )
 REGISTER_OF = {"pred": "bool", "b16": "u16", "b32": "u32", "b64": "u64", "f32": "u32", "f64": "u64", "u32": "u32", "s32": "u32", "u64": "u64"}
 SPECIAL = {"%tid.x": "place->thread.x", "%ctaid.x": "place->block.x", "%nctaid.x": "place->grid.x", "%laneid": "place->thread.x % 32"}

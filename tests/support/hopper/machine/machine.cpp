@@ -13,6 +13,7 @@ Place* place;
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
 constexpr size_t STACK = 256 * 1024, FIRST = 8 * 1024;
+constexpr u32 AT_ONCE = 2048;  // threads: further programs begin when those of the earlier ones have ended, as where a GPU is full
 
 static char* stack(size_t number) {    // each with a page below that nobody may touch
     static std::vector<char*> stacks;
@@ -281,13 +282,14 @@ static void add_program(Cluster& c, u32 index, u32 programs, u32 threads, u32 sh
         c.clocks[w.slot].at[w.slot] = 1;
         machine->warps.push_back(&w);
     }
+    const size_t first = (machine->warps.size() - p.warps.size()) * WARP;
     for (u32 i = 0; i < threads; i++) {
         Thread& t = p.threads[i];
         t.thread = {i, 0, 0}, t.block = {index, 0, 0}, t.grid = {programs, 1, 1};
         t.program = &p, t.warp = &p.warps[i / WARP], t.lane = i % WARP;
         t.warp->threads.push_back(&t);
         getcontext(&t.first);
-        t.stack = stack((size_t)index * threads + i);
+        t.stack = stack(first + i);
         memset(t.stack + STACK - FIRST, 0xff, FIRST);  // what nobody has set is NaN
         t.first.uc_stack.ss_sp = t.stack;
         t.first.uc_stack.ss_size = STACK;
@@ -305,13 +307,16 @@ extern "C" __attribute__((visibility("default"))) const char* run_grid(
     machine = &m;
     const Guard guard;
     m.timing = (Timing)timing, m.random = seed, m.kernel = kernel, m.arguments = arguments, m.names = names, m.window = window, m.reads_early = reads_early;
-    for (u32 i = 0; i < programs; i++) {
-        if (i % cluster == 0) m.clusters.push_back(std::make_unique<Cluster>());
-        add_program(*m.clusters.back(), i, programs, threads, shared);
+    for (u32 i = 0; i < programs && m.error.empty();) {
+        m.clusters.clear(), m.warps.clear(), m.copies.clear();
+        do {
+            if (i % cluster == 0) m.clusters.push_back(std::make_unique<Cluster>());
+            add_program(*m.clusters.back(), i++, programs, threads, shared);
+        } while (i < programs && (i % cluster > 0 || (m.warps.size() * WARP + cluster * threads) <= AT_ONCE));
+        for (volatile bool more = true; more && m.error.empty();)
+            if (_setjmp(m.scheduler) == 0) more = step();
+        if (m.error.empty() && _setjmp(m.scheduler) == 0) check_end();
     }
-    for (volatile bool more = true; more && m.error.empty();)
-        if (_setjmp(m.scheduler) == 0) more = step();
-    if (m.error.empty() && _setjmp(m.scheduler) == 0) check_end();
     said = m.error;
     return said.empty() ? nullptr : said.c_str();
 }

@@ -23,14 +23,28 @@ using b8 = uint8_t;
 using b16 = uint16_t;
 using b32 = u32;
 using b64 = u64;
-struct bf16 {
+struct bf16 {  // computed with in float32 and rounded once more, which changes no sum or product
     uint16_t bits;
+    bf16() = default;
+    explicit bf16(float x) : bits(to_bfloat16(x)) {}
     operator float() const { return from_bfloat16(bits); }
 };
 struct f16 {
     uint16_t bits;
+    f16() = default;
+    explicit f16(float x) : bits(to_float16(x)) {}
     operator float() const { return from_float16(bits); }
 };
+template <typename T> struct Pair {  // of 16-bit numbers in a register
+    using Half = T;
+    uint32_t bits;
+};
+using bf16x2 = Pair<bf16>;
+using f16x2 = Pair<f16>;
+using s16x2 = Pair<s16>;
+using u16x2 = Pair<u16>;
+template <typename T> constexpr bool is_pair = false;
+template <typename T> constexpr bool is_pair<Pair<T>> = true;
 
 template <typename T, typename R> inline T as(R x) {
     if constexpr (std::is_same_v<T, bool>) return x != 0;
@@ -46,16 +60,33 @@ template <typename R, typename T> inline void put(R& to, T x) {
     to = y;
 }
 
+inline void pack(u32& to, u64 low, u64 high) { to = (u32)high << 16 | (u16)low; }
+inline void pack(u64& to, u64 low, u64 high) { to = high << 32 | (u32)low; }
+
 // ---- numbers ---------------------------------------------------------------------------------------------------------
-#define UNARY(name, value)                                               \
+#define UNARY(name, value)                                                       \
     template <typename T, typename R, typename X> inline void name(R& to, X a) { \
-        const T x = as<T>(a);                                            \
-        put(to, (T)(value));                                             \
+        if constexpr (is_pair<T>) {                                              \
+            u16 low, high;                                                       \
+            name<typename T::Half>(low, (u16)a);                                 \
+            name<typename T::Half>(high, (u16)(a >> 16));                        \
+            pack(to, low, high);                                                 \
+        } else {                                                                 \
+            const T x = as<T>(a);                                                \
+            put(to, (T)(value));                                                 \
+        }                                                                        \
     }
-#define BINARY(name, value)                                                                 \
+#define BINARY(name, value)                                                                       \
     template <typename T, typename R, typename X, typename Y> inline void name(R& to, X a, Y b) { \
-        const T x = as<T>(a), y = as<T>(b);                                                 \
-        put(to, (T)(value));                                                                \
+        if constexpr (is_pair<T>) {                                                               \
+            u16 low, high;                                                                        \
+            name<typename T::Half>(low, (u16)a, (u16)b);                                          \
+            name<typename T::Half>(high, (u16)(a >> 16), (u16)(b >> 16));                         \
+            pack(to, low, high);                                                                  \
+        } else {                                                                                  \
+            const T x = as<T>(a), y = as<T>(b);                                                   \
+            put(to, (T)(value));                                                                  \
+        }                                                                                         \
     }
 #define COMPARE(name, value)                                                                   \
     template <typename T, typename X, typename Y> inline void setp_##name(bool& to, X a, Y b) { \
@@ -83,6 +114,7 @@ UNARY(mov, x)
 UNARY(cvta_param, x)
 UNARY(cvta_to_global, x)
 UNARY(neg, -x)
+UNARY(ex2_approx, exp2f(x))
 UNARY(ex2_approx_ftz, exp2_approx(flushed(x)))
 UNARY(lg2_approx_ftz, log2_approx(x))
 UNARY(lg2_approx, log2_approx(x))
@@ -112,10 +144,18 @@ template <typename T, typename R, typename X> inline void abs(R& to, X a) {
     if constexpr (std::is_same_v<T, float>) put(to, fabsf(x));
     else put(to, x < 0 ? (T)-x : x);
 }
-template <typename T, typename R, typename X, typename Y, typename Z> inline void fma_rn(R& to, X a, Y b, Z c) { put(to, fmaf(as<T>(a), as<T>(b), as<T>(c))); }
+template <typename T, typename R, typename X, typename Y, typename Z> inline void fma_rn(R& to, X a, Y b, Z c) {
+    if constexpr (is_pair<T>) {
+        u16 low, high;
+        fma_rn<typename T::Half>(low, (u16)a, (u16)b, (u16)c);
+        fma_rn<typename T::Half>(high, (u16)(a >> 16), (u16)(b >> 16), (u16)(c >> 16));
+        pack(to, low, high);
+    } else put(to, (T)fmaf(as<T>(a), as<T>(b), as<T>(c)));
+}
 template <typename T, typename R, typename X, typename Y, typename Z> inline void fma_rn_ftz(R& to, X a, Y b, Z c) {
     put(to, flushed(fmaf(flushed(as<T>(a)), flushed(as<T>(b)), flushed(as<T>(c)))));
 }
+inline void popc_b32(u32& to, u32 x) { to = __builtin_popcount(x); }
 template <typename T> using Wide = std::conditional_t<std::is_signed_v<T>, s64, u64>;
 template <typename T, typename R, typename X, typename Y> inline void mul_wide(R& to, X a, Y b) { to = (R)((Wide<T>)as<T>(a) * (Wide<T>)as<T>(b)); }
 template <typename T, typename R, typename X, typename Y, typename Z> inline void mad_wide(R& to, X a, Y b, Z c) {
@@ -145,8 +185,6 @@ template <typename T, typename X, typename Y, typename Z> inline void prmt(u32& 
         to |= (which & 8 ? (byte >> 7) * 255 : byte) << 8 * i;
     }
 }
-inline void pack(u32& to, u64 low, u64 high) { to = (u32)high << 16 | (u16)low; }
-inline void pack(u64& to, u64 low, u64 high) { to = high << 32 | (u32)low; }
 inline void unpack_low(u16& low, u32 x) { low = x; }
 inline void unpack_low(u32& low, u64 x) { low = x; }
 inline void unpack_high(u16& high, u32 x) { high = x >> 16; }
@@ -171,6 +209,10 @@ template <typename T, typename X, typename Y> inline void cvt_rn_f16x2(u32& to, 
 
 // ---- threads of a warp -----------------------------------------------------------------------------------------------
 template <typename T, typename X, typename Y> inline void shfl_sync_bfly(u32& to, X a, Y lanes, s64, s64) { to = shuffle(as<u32>(a), place->thread.x % 32 ^ (u32)lanes); }
+template <typename T, typename X, typename Y> inline void shfl_sync_up(u32& to, X a, Y by, s64, s64) {
+    const u32 lane = place->thread.x % 32;
+    to = shuffle(as<u32>(a), lane < by ? lane : lane - by);
+}
 template <typename T, typename X, typename Y> inline void shfl_sync_idx(u32& to, X a, Y lane, s64, s64) { to = shuffle(as<u32>(a), lane); }
 template <typename T> inline void redux_sync_or(u32& to, u32 x, s64) { to = any_bits(x); }
 template <typename T, typename Combine> inline void reduce(u32& to, u32 x, Combine combine) {
@@ -214,6 +256,11 @@ template <typename T, typename R> inline void st_global(u64 to, R x) {
 }
 template <typename T, typename R> inline void ld_global_nc(R& to, u64 from) { ld_global<T>(to, from); }
 template <typename T> inline void atom_global_inc(u32& before, u64 at, u32 most) { before = count_up((u32*)at, most); }
+template <typename T> inline void atom_global_gpu_relaxed_add(u32& before, u64 at, u32 x) {
+    ld_global<T>(before, at);
+    add<T>(x, x, before);
+    st_global<T>(at, x);
+}
 #define VECTORS(space)                                                                                                                    \
     template <typename T, typename R> inline void ld_##space##_v2(R& a, R& b, u64 from) {                                                 \
         check_aligned((const void*)from, 2 * sizeof(T));                                                                                  \
@@ -266,6 +313,8 @@ inline void stmatrix_sync_aligned_m8n8_x2_shared_b16(u64 at, u32 a, u32 b) { sto
 inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(u64 at, u32 a, u32 b, u32 c, u32 d) {
     store_matrix(at, a, 0), store_matrix(at, b, 1), store_matrix(at, c, 2), store_matrix(at, d, 3);
 }
+inline void stmatrix_sync_aligned_m8n8_x1_trans_shared_b16(u64 at, u32 a) { store_transposed(at, a, 0); }
+inline void stmatrix_sync_aligned_m8n8_x2_trans_shared_b16(u64 at, u32 a, u32 b) { store_transposed(at, a, 0), store_transposed(at, b, 1); }
 inline void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u64 at, u32 a, u32 b, u32 c, u32 d) {
     store_transposed(at, a, 0), store_transposed(at, b, 1), store_transposed(at, c, 2), store_transposed(at, d, 3);
 }
@@ -277,6 +326,17 @@ inline void ldmatrix_sync_aligned_m8n8_x1_shared_b16(u32& a, u64 at) { load_matr
 inline void ldmatrix_sync_aligned_m8n8_x2_shared_b16(u32& a, u32& b, u64 at) { load_matrix(a, at, 0), load_matrix(b, at, 1); }
 inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u64 at) {
     load_matrix(a, at, 0), load_matrix(b, at, 1), load_matrix(c, at, 2), load_matrix(d, at, 3);
+}
+inline void load_transposed(u32& value, u64 address, u32 which) {
+    const u32 lane = place->thread.x % 32;
+    u16 halves[2];
+    for (u32 i = 0; i < 2; i++) read_shared(shuffle(address, 8 * which + lane % 4 * 2 + i) + lane / 4 * 2, &halves[i], 2);
+    pack(value, halves[0], halves[1]);
+}
+inline void ldmatrix_sync_aligned_m8n8_x1_trans_shared_b16(u32& a, u64 at) { load_transposed(a, at, 0); }
+inline void ldmatrix_sync_aligned_m8n8_x2_trans_shared_b16(u32& a, u32& b, u64 at) { load_transposed(a, at, 0), load_transposed(b, at, 1); }
+inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u64 at) {
+    load_transposed(a, at, 0), load_transposed(b, at, 1), load_transposed(c, at, 2), load_transposed(d, at, 3);
 }
 
 // ---- mbarriers, copies -----------------------------------------------------------------------------------------------
