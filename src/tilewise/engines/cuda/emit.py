@@ -7,6 +7,7 @@ key and query alone (ALiBi, tables of distances) is computed once for two elemen
     columns     0    8    16   24          D: computed, = : as D of the row above, one to the left
     row 0       D    D    D    D
     row 8       D    =    =    =
+
 The operations' own text is written by engines/cxx/writer.py. Python numbers and captures are fields of the kernel's arguments.
 
 A key's place is kv0 + c: kv0 is the thread's own, c a constant once the loop is unrolled. Sums that hold it are split in two: a float made of it then costs

@@ -1,7 +1,6 @@
 // Instructions of whole PTX modules as functions (ptx_module.py writes the calls): their names with _ for . and ::, and operands one after the other. Those of
 // numbers and memory have the type they end with as template argument. Registers are integers of their size, and numbers in the text are long long.
 #pragma once
-#include <limits>
 #include <type_traits>
 
 #include "instructions.h"
