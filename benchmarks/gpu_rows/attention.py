@@ -68,14 +68,32 @@ def grouped(args: argparse.Namespace) -> list[list[str]]:
 
 
 def programmed(args: argparse.Namespace) -> list[list[str]]:
-    heads, length, dim = 16, 16384, 128
+    length = 16384
+    heads, dim = PROGRAMMED
+    table = [["work, B1 H16 S16384 D128 (forward / backward TFLOP/s)", *our_names(args), *([] if args.no_flex else ["torch flex"]), *flash_names(args)]]
+    inputs = tensors(1, heads, length, dim)
+    for name, (mask, score) in programs(length).items():
+        pairs = allowed_pairs(mask, length)
+        peers = [*ours(args, mask, score), *([] if args.no_flex else [Peer("flex", torch_flex(mask, score, length))])]
+        peers += flash_peers(args, True, WINDOWS[name]) if name in WINDOWS else [Peer(flash, unable) for flash in flash_names(args)]
+        table.append(row(f"{name} ({pairs / length**2:.3f})", peers, inputs, 4 * heads * dim * pairs, rep=args.rep))
+    return table
+
+
+PROGRAMMED = (16, 128)  # heads and head dim
+WINDOWS = {"causal": -1, "causal window 1024": 1023}  # what FlashAttention can express: keys to the left
+
+
+def programs(length: int) -> dict[str, tuple[Any, Any]]:
+    """Masks and scores, as a user writes them, by name."""
+    heads = PROGRAMMED[0]
     lengths = torch.tensor([3000, 1200, 700, 4096, 2500, 388, 1500, 3000])
     ids = masks.ids_of_lengths(lengths).to("cuda")
     slopes = scores.alibi_slopes(heads).cuda()
     relative = torch.randn(heads, 2 * length - 1, device="cuda") * 0.1
     side = math.isqrt(length)
     causal: Any = lambda b, h, q, kv: q >= kv
-    work = {
+    return {
         "causal": (masks.causal, None),
         "causal window 1024": (lambda b, h, q, kv: (q >= kv) & (q - kv < 1024), None),
         "causal document (8)": (lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), None),
@@ -85,15 +103,6 @@ def programmed(args: argparse.Namespace) -> list[list[str]]:
         "softcap 30 + causal": (causal, lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)),
         "relative bias + causal": (causal, lambda s, b, h, q, kv: s + relative[h, q - kv + length - 1]),
     }
-    table = [["work, B1 H16 S16384 D128 (forward / backward TFLOP/s)", *our_names(args), *([] if args.no_flex else ["torch flex"]), *flash_names(args)]]
-    inputs = tensors(1, heads, length, dim)
-    for name, (mask, score) in work.items():
-        pairs = allowed_pairs(mask, length)
-        peers = [*ours(args, mask, score), *([] if args.no_flex else [Peer("flex", torch_flex(mask, score, length))])]
-        windows = {"causal": -1, "causal window 1024": 1023}
-        peers += flash_peers(args, True, windows[name]) if name in windows else [Peer(flash, unable) for flash in flash_names(args)]
-        table.append(row(f"{name} ({pairs / length**2:.3f})", peers, inputs, 4 * heads * dim * pairs, rep=args.rep))
-    return table
 
 
 def allowed_pairs(mask: Any, length: int) -> int:

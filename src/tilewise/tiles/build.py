@@ -4,8 +4,8 @@
 2. Undecided cells are split in four until they are single tiles. A causal map costs its boundary, not its area.
 3. The tiles still undecided are classified by evaluating the mask (a "look").
 
-An engine may bring its own look. One that evaluates the mask in a compiled kernel classifies every tile of a small map in less time than
-the bounds take, so small maps skip steps 1 and 2; so do larger ones if the kernel knows the mask's bounds itself.
+A band (causal, a window) needs none of this: bands.py. An engine may bring its own look. One that evaluates the mask in a compiled kernel classifies every
+tile of a small map in less time than the bounds take, so small maps skip steps 1 and 2; so do larger ones if the kernel knows the mask's bounds itself.
 """
 
 from dataclasses import replace
@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.lang import BoundProgram, Bounds, Interval, point, steps
+from tilewise.lang import BoundProgram, Bounds, Interval, band_of, point, steps
+from tilewise.lang.bands import LONGEST
+from tilewise.tiles.bands import of_band
 from tilewise.tiles.geometry import FULL, PARTIAL, Cells, Geometry
 from tilewise.tiles.look import Look, TorchLook
 from tilewise.tiles.runs import Pile, Runs, from_dense, from_sets
@@ -48,6 +50,9 @@ def device_of(call: BoundProgram) -> torch.device:
 
 def build(call: BoundProgram, geometry: Geometry, device: torch.device, look: Look | None = None) -> tuple[Runs, Runs]:
     """The partial and the full tiles of a mask. `look`, if given, runs on `device`."""
+    band = band_of(call) if max(geometry.q_len, geometry.kv_len) < LONGEST else None
+    if band is not None and geometry.batch == geometry.heads == 1:
+        return of_band(band, geometry)
     if look is not None and _is_seen_whole(geometry, device, look):
         states = look.classify(geometry, torch.arange(geometry.total, device=device)).view(geometry.rows, geometry.kv_tiles)
         partial, full = from_sets(torch.stack([states == PARTIAL, states == FULL]))
