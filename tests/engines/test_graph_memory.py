@@ -66,6 +66,10 @@ def on_gpu(given: Problem) -> Any:
     return SimpleNamespace(device=torch.device("cuda", 0), mask=given.mask)
 
 
+def run(p: Any, call: Any) -> Any:
+    return graph_memory.run(p.device, lambda: p, call)
+
+
 @pytest.mark.parametrize("used", [7, 8])
 def test_only_inductors_own_stream_is_its_warm_up(used: int, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = SimpleNamespace(stream=SimpleNamespace(cuda_stream=used))
@@ -78,7 +82,7 @@ def test_only_inductors_own_stream_is_its_warm_up(used: int, stream: int, monkey
         made.append((threading.current_thread(), torch.zeros(2)))
         return (made[0][1],)
 
-    (found,) = graph_memory.run(on_gpu(problem()), call)
+    (found,) = run(on_gpu(problem()), call)
     thread, result = made[0]
     assert (thread is threading.current_thread(), found is result) == ((False, False) if used == stream else (True, True))
 
@@ -106,7 +110,7 @@ def test_a_capture_leaves_nothing_in_the_graphs_memory(loads: bool, stream: int,
 
     p = on_gpu(problem(masks.document(ids()) if loads else masks.causal))
     for _ in range(2):
-        assert graph_memory.run(p, call) == ("done",)
+        assert run(p, call) == ("done",)
     assert launch._captured == ([] if loads else ["a schedule"] * 2)
     assert (device_maps._captured[0] == 0) is loads
     assert plans[0] is not plans[1] and None not in plans
@@ -121,5 +125,5 @@ def test_a_capture_that_fails_leaves_nothing_either(stream: int, monkeypatch: py
         raise tw.InputError("this way")
 
     with pytest.raises(tw.InputError, match="this way"):
-        graph_memory.run(on_gpu(problem(masks.document(ids()))), fails)
+        run(on_gpu(problem(masks.document(ids()))), fails)
     assert device_maps._captured[0] == 0 and not launch._graph.owns_schedules

@@ -1,7 +1,6 @@
 """Which calls of the operators share a plan: everything that the call cache's key covers makes another, and nothing else does."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from tilewise import masks, scores
 from tilewise.core.map_cache import maps
 from tilewise.core.problem import Options, Problem, make_problem
 from tilewise.engines.operator_plans import plan_of
-from tilewise.engines.torch_op import arguments, packed
+from tilewise.engines.packed_call import packed
+from tilewise.engines.torch_op import arguments
 
-ENGINE: Any = SimpleNamespace(plan=lambda problem: SimpleNamespace())  # a new plan every time
 LENGTH, DIM = 8, 16
 
 
@@ -41,7 +40,7 @@ def asked(
 
 
 def plan(problem: Problem) -> Any:
-    return plan_of(ENGINE, problem, packed(arguments("cpp", problem))[4])
+    return plan_of(*packed(arguments("blocked", problem)))  # an engine that makes a new plan every time it is asked
 
 
 @pytest.fixture(autouse=True)

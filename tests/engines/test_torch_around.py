@@ -25,8 +25,9 @@ from tilewise.core.problem import Options, make_problem
 from tilewise.engines import ENGINES, arguments
 from tilewise.engines.blocked import BlockedEngine
 from tilewise.engines.cpp import CppEngine
+from tilewise.engines.packed_call import packed, unpacked
 from tilewise.engines.reference import ReferenceEngine
-from tilewise.engines.torch_op import SCORE_CAPTURES, packed, unpacked
+from tilewise.engines.torch_op import SCORE_CAPTURES
 
 LENGTH = 40
 DOCUMENTS = torch.arange(LENGTH) // 10

@@ -70,7 +70,7 @@ class Engine(ABC):
         """Whether inductor may capture a call like this one in its CUDA graphs, whose replays then follow what tensors contain; then `run_in_graphs` is how."""
         return False
 
-    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
+    def run_in_graphs(self, device: torch.device, problem: Callable[[], Problem], call: Callable[[Plan | None], Any]) -> Any:
         """A call of the operator that inductor may put into its CUDA graphs: with a plan of its own, or None for any that is kept."""
         return call(None)
 

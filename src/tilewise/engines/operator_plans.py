@@ -18,44 +18,45 @@ from torch.nn import Parameter
 
 from tilewise.core.map_cache import maps
 from tilewise.core.plan import Plan
-from tilewise.core.problem import Problem
 from tilewise.core.tf32 import allows_tf32
 from tilewise.core.weak_cache import WeakCache
-from tilewise.engines.base import Engine
+from tilewise.engines.packed_call import frame_of, unpacked
 
 MAX_PLANS = 512
 _plans: WeakCache[Plan] = WeakCache(MAX_PLANS)
 maps.on_clear.append(_plans.clear)  # plans hold what was made for maps
 
 
-def plan_of(engine: Engine, p: Problem, recipe: str) -> Plan:
-    """The plan of a problem, made now or for an earlier call."""
-    mask, score = p.mask, p.score
-    watched = () if mask is None else mask.captures
-    if p.tiles is not None or (watched and any([type(t) is Parameter or t.is_inference() for t in watched])):
-        return engine.plan(p)
-    query = p.query
-    key: tuple[Any, ...] = (
+def plan_of(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, ints: list[int]) -> Plan:
+    """The plan of a call, made now or for an earlier one."""
+    frame = frame_of(recipe)
+    counts = frame.recipe
+    watched = others[: counts.mask_captures]
+    if counts.tiles or (watched and any([type(t) is Parameter or t.is_inference() for t in watched])):
+        return _made(query, key, value, others, recipe, ints)
+    known: tuple[Any, ...] = (
         recipe,
         query.device,
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         query.dtype is torch.float32 and allows_tf32(),
         _layout(query),
-        _layout(p.key),
-        _layout(p.value),
+        _layout(key),
+        _layout(value),
     )
-    if mask is not None and (watched or mask.ints):
-        key += (mask.ints, tuple([_place(t) for t in watched]))
-    if score is not None and (score.captures or score.ints):
-        key += (score.ints, tuple([_place(t) for t in score.captures]))
-    if p.sinks is not None or p.seed is not None:
-        key += (None if p.sinks is None else _layout(p.sinks), None if p.seed is None else _layout(p.seed))
-    found = _plans.find(key, watched)
+    if not frame.is_complete:
+        captures = counts.mask_captures + counts.score_captures
+        known += (tuple(ints), tuple([_place(t) for t in others[:captures]]), tuple([_layout(t) for t in others[captures:]]))
+    found = _plans.find(known, watched)
     if found is None:
-        found = engine.plan(p)
-        _plans.keep(key, watched, found)
+        found = _made(query, key, value, others, recipe, ints)
+        _plans.keep(known, watched, found)
     return found
+
+
+def _made(*call: Any) -> Plan:
+    engine, problem = unpacked(*call)
+    return engine.plan(problem)
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:

@@ -5,10 +5,8 @@ tensors, numbers and strings. It is taken apart (transforms.py) into the operato
 every one costs host time, and no derivative, because another dispatch in Python would cost as much as all the rest: what never varies travels as one text.
 """
 
-import json
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +17,9 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, like_query
 from tilewise.engines.operator_plans import plan_of
-from tilewise.engines.registry import engine_named
+from tilewise.engines.packed_call import PACKED, PACKED_COUNT, Frame, frame_of, packed, unpacked
 from tilewise.errors import BackendError
-from tilewise.lang import BoundProgram, parse
-from tilewise.tiles import ChosenTiles, Geometry, Runs, TileMap, from_chosen, trimmed
+from tilewise.lang import BoundProgram
 
 ARGUMENTS = (
     "str engine, Tensor query, Tensor key, Tensor value, "
@@ -36,7 +33,6 @@ PASSES = 3  # to be raised whenever the operators of the passes change: torch ke
 # There are two operators for each pass. Those with this tag inductor runs between the CUDA graphs it captures (torch 2.9 and newer): what they make and keep
 # must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one. The others it captures: Engine.is_capturable.
 OUTSIDE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-PACKED = "Tensor query, Tensor key, Tensor value, Tensor[] others, str recipe, SymInt[] ints"
 
 library = torch.library.Library("tilewise", "FRAGMENT")
 library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
@@ -78,122 +74,6 @@ def _call_arguments(call: BoundProgram | None) -> tuple[str, list[Tensor], list[
     return call.program.text, list(call.captures), list(call.ints), list(call.floats)
 
 
-# -- the operators of the passes: packed arguments -----------------------------------------------------------------------
-
-
-class Recipe(NamedTuple):
-    """What of a problem never varies between the calls of one operator in a graph, and how many tensors and integers of each kind there are."""
-
-    engine: str
-    mask: str
-    mask_captures: int
-    mask_ints: int
-    mask_floats: list[float]
-    tiles: int  # tensors of a given map: its runs, the states of its tiles, or none
-    score: str
-    score_captures: int
-    score_ints: int
-    score_floats: list[float]
-    has_sinks: bool
-    scale: float
-    dropout_p: float
-    has_seed: bool
-    deterministic: bool
-    max_scores: bool
-    names: list[int]  # of the values that the mask's tensors and the given tiles are in the graph (graph_values.py); none outside of graphs
-
-
-STATES, GEOMETRY = 1, 9  # tensors of a map of chosen tiles, and integers of any given map
-
-
-def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor], str, list[int]]:
-    """The arguments of `tilewise::attention` as those of the passes."""
-    engine, query, key, value, mask, m_captures, m_ints, m_floats, runs, geometry, score, s_captures, s_ints, s_floats, *rest = args
-    sinks, scale, dropout_p, seed, deterministic, max_scores, last = rest
-    names = [] if isinstance(last, int) else list(last)  # in a graph, names stand in place of `passes` (transforms._attention)
-    recipe = Recipe(
-        engine,
-        mask,
-        len(m_captures),
-        len(m_ints),
-        list(m_floats),
-        len(runs),
-        score,
-        len(s_captures),
-        len(s_ints),
-        list(s_floats),
-        sinks is not None,
-        scale,
-        dropout_p,
-        seed is not None,
-        deterministic,
-        max_scores,
-        names,
-    )
-    others = [*m_captures, *runs, *s_captures, *[t for t in (sinks, seed) if t is not None]]
-    return query, key, value, others, json.dumps(recipe), [*m_ints, *geometry, *s_ints]
-
-
-class _Frame(NamedTuple):
-    """A recipe read: the problem but for its tensors and integers."""
-
-    recipe: Recipe
-    engine: Engine
-    problem: Problem
-    is_complete: bool  # there are no tensors besides query, key and value, and no integers
-
-
-NO_TENSOR = torch.empty(0, device="cpu")
-
-
-@lru_cache(maxsize=1024)
-def _frame(text: str) -> _Frame:
-    """A function of the text alone: JSON gives every number, a float's every bit included, back as it was."""
-    r = Recipe(*json.loads(text))
-    mask = BoundProgram(parse(r.mask), (), (), tuple(r.mask_floats)) if r.mask else None
-    score = BoundProgram(parse(r.score), (), (), tuple(r.score_floats)) if r.score else None
-    problem = Problem(NO_TENSOR, NO_TENSOR, NO_TENSOR, mask, None, score, None, r.scale, r.dropout_p, None, r.deterministic, max_scores=r.max_scores)
-    more = r.mask_captures + r.mask_ints + r.score_captures + r.score_ints
-    return _Frame(r, engine_named(r.engine), problem, not (more or r.tiles or r.has_sinks or r.has_seed))
-
-
-def unpacked(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, ints: list[int]) -> tuple[Engine, Problem]:
-    """The inverse of `packed`, as an engine and its problem."""
-    r, engine, problem, is_complete = _frame(recipe)
-    if is_complete:
-        return engine, problem.replaced(query=query, key=key, value=value)
-    tensors, numbers = _Reader(others), _Reader(ints)
-    mask, score, tiles = problem.mask, problem.score, None
-    if mask is not None:
-        mask = BoundProgram(mask.program, tensors.take(r.mask_captures), numbers.take(r.mask_ints), mask.floats)
-    if r.tiles:
-        tiles = _tiles(tensors.take(r.tiles), numbers.take(GEOMETRY), mask)
-    if score is not None:
-        score = BoundProgram(score.program, tensors.take(r.score_captures), numbers.take(r.score_ints), score.floats)
-    sinks = tensors.take(1)[0] if r.has_sinks else None
-    seed = tensors.take(1)[0] if r.has_seed else None
-    return engine, problem.replaced(query=query, key=key, value=value, mask=mask, tiles=tiles, score=score, sinks=sinks, seed=seed)
-
-
-def _tiles(tensors: tuple[Tensor, ...], numbers: tuple[int, ...], mask: BoundProgram | None) -> TileMap:
-    batch, heads, q_len, kv_len, tile_q, tile_kv, given, most, sharpens = numbers
-    geometry = Geometry(batch, heads, q_len, kv_len, (tile_q, tile_kv))
-    if len(tensors) == STATES:
-        return from_chosen(geometry, ChosenTiles(tensors[0], most, bool(sharpens)), mask, "mask")
-    return TileMap(geometry, trimmed(Runs(*tensors[:3])), trimmed(Runs(*tensors[3:])), mask, given=bool(given))
-
-
-class _Reader:
-    """Takes the items of a list, one stretch after the other."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self._items, self._at = items, 0
-
-    def take(self, count: int) -> tuple[Any, ...]:
-        begin, self._at = self._at, self._at + count
-        return tuple(self._items[begin : self._at])
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Engines choose the precision of every product themselves: autocast applies once, to the inputs."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
@@ -201,26 +81,37 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     _refuse_gradient(args)
-    return _forward(*unpacked(*args), None, args[4])
+    return _forward(args, None)
 
 
 def forward_in_graphs(*args: Any) -> Any:
     _refuse_gradient(args)
-    engine, problem = unpacked(*args)
-    return engine.run_in_graphs(problem, lambda plan: _forward(engine, problem, plan, args[4]))
+    return frame_of(args[4]).engine.run_in_graphs(args[0].device, lambda: unpacked(*args)[1], lambda plan: _forward(args, plan))
 
 
-def _forward(engine: Engine, problem: Problem, plan: Plan | None, recipe: str) -> Output:
-    with _names_of(recipe):
-        output = forward_of(engine, problem, plan or plan_of(engine, problem, recipe))
+def _forward(args: tuple[Any, ...], plan: Plan | None) -> Output:
+    frame = frame_of(args[4])
+    with _names_of(frame):
+        output = _computed(frame, args, plan_of(*args) if plan is None else plan)
     if output.max_score.shape == output.lse.shape:
         return output
     return output._replace(max_score=output.lse.clone())  # anything, but of the shape that graphs know, and repeatable
 
 
-def _names_of(recipe: str) -> AbstractContextManager[Any]:
-    names = _frame(recipe).recipe.names
-    return naming(names) if names else nullcontext()
+def _computed(frame: Frame, args: tuple[Any, ...], plan: Plan) -> Output:
+    """A call like an earlier one needs no whole problem."""
+    if not frame.recipe.tiles:  # then the mask's captures are all that it depends on
+        replayed = plan.replay(args[0], args[1], args[2], tuple(args[3][: frame.recipe.mask_captures]))
+        if replayed is not None:
+            return replayed
+    return run_forward_of(frame.engine, unpacked(*args)[1], plan)
+
+
+def _names_of(frame: Frame) -> AbstractContextManager[Any]:
+    return naming(frame.recipe.names) if frame.recipe.names else UNNAMED
+
+
+UNNAMED = nullcontext()
 
 
 def _refuse_gradient(args: tuple[Any, ...]) -> None:
@@ -236,8 +127,11 @@ def _refuse_gradient(args: tuple[Any, ...]) -> None:
 def forward_of(engine: Engine, problem: Problem, plan: Plan) -> Output:
     """The forward of an engine, laid out as the operator's is."""
     replayed = plan.replay(problem.query, problem.key, problem.value, problem.mask_sources)
-    if replayed is not None:
-        return replayed
+    return run_forward_of(engine, problem, plan) if replayed is None else replayed
+
+
+def run_forward_of(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    """The same, of a call that the plan does not know."""
     if torch.is_autocast_enabled(problem.device.type):
         with without_autocast(problem.device):
             output = engine.forward(problem, plan)
@@ -257,28 +151,20 @@ def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
 
 
 def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    return _backward(*unpacked(*args[:6]), None, args[4], *args[6:])
+    return _backward(args[:PACKED_COUNT], None, *args[PACKED_COUNT:])
 
 
 def backward_in_graphs(*args: Any) -> Any:
-    engine, problem = unpacked(*args[:6])
-    return engine.run_in_graphs(problem, lambda plan: _backward(engine, problem, plan, args[4], *args[6:]))
+    call, others = args[:PACKED_COUNT], args[PACKED_COUNT:]
+    return frame_of(args[4]).engine.run_in_graphs(args[0].device, lambda: unpacked(*call)[1], lambda plan: _backward(call, plan, *others))
 
 
 def _backward(
-    engine: Engine,
-    problem: Problem,
-    plan: Plan | None,
-    recipe: str,
-    out: Tensor,
-    lse: Tensor,
-    max_score: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    wanted: list[int],
+    call: tuple[Any, ...], plan: Plan | None, out: Tensor, lse: Tensor, max_score: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    with _names_of(recipe), without_autocast(problem.device):
-        found = engine.backward(problem, plan or plan_of(engine, problem, recipe), Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
+    engine, problem = unpacked(*call)
+    with _names_of(frame_of(call[4])), without_autocast(problem.device):
+        found = engine.backward(problem, plan_of(*call) if plan is None else plan, Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
     sinks = found.sinks if found.sinks is not None else problem.query.new_empty((0,))
     query, key, value = (_like(g, t) for g, t in ((found.query, problem.query), (found.key, problem.key), (found.value, problem.value)))
     return query, key, value, sinks, [found.captures[k].contiguous() for k in wanted]
@@ -298,7 +184,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
 
 
 def _fake_backward(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, *rest: Any) -> tuple[Any, ...]:
-    r, wanted = _frame(recipe).recipe, rest[-1]
+    r, wanted = frame_of(recipe).recipe, rest[-1]
     first = r.mask_captures + r.tiles  # of the score's captures; sinks come after them
 
     def fresh(t: Tensor) -> Tensor:
@@ -337,7 +223,7 @@ def run_backward(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, .
 
 
 def _is_capturable(given: tuple[Any, ...]) -> bool:
-    if _frame(given[4]).recipe.tiles:  # to unpack runs waits for the device
+    if frame_of(given[4]).recipe.tiles:  # to unpack runs waits for the device
         return False
     engine, problem = unpacked(*given)
     return engine.is_capturable(problem)

@@ -42,10 +42,10 @@ class GpuEngine(Engine):
 
         return problem.device.type == "cuda" and graph_memory.is_capturable(problem)
 
-    def run_in_graphs(self, problem: Problem, call: Callable[[Plan | None], Any]) -> Any:
+    def run_in_graphs(self, device: torch.device, problem: Callable[[], Problem], call: Callable[[Plan | None], Any]) -> Any:
         from tilewise.engines.gpu import graph_memory
 
-        return graph_memory.run(problem, call)
+        return graph_memory.run(device, problem, call)
 
     def forward(self, problem: Problem, plan: Plan) -> Output:
         with on_first_build(lambda: self.background_builds().forward(problem)):

@@ -39,14 +39,15 @@ def is_capturable(p: Problem) -> bool:
     return all([type(size) is int for size in (*p.query.shape, *p.key.shape)]) and is_made_on_device(p)
 
 
-def run(p: Problem, call: Callable[[Plan | None], Result]) -> Result:
+def run(device: torch.device, problem: Callable[[], Problem], call: Callable[[Plan | None], Result]) -> Result:
     """A call of the operator that inductor may put into its graphs: with a plan of its own, or None for any that is kept."""
-    device = torch.cuda.current_device() if p.device.index is None else p.device.index
-    stream = current_stream(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = current_stream(index)
     if is_capturing(stream):
+        p = problem()
         return _within_capture(p, lambda: call(GpuPlan(p)))  # what it binds is the graph's
-    if is_warming_up(device, stream):
-        return _copied(in_ordinary_memory(lambda: call(None), device))
+    if is_warming_up(index, stream):
+        return _copied(in_ordinary_memory(lambda: call(None), index))
     return call(None)
 
 
