@@ -72,6 +72,12 @@ def test_what_a_call_may_ask_beside(emulator: Emulator, name: str, form: str) ->
     check(emulator, case(name, (dim, dim), form, **EXTRAS[name]))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_lse_where_all_scores_are_equal(emulator: Emulator, form: str) -> None:
+    """Plain PyTorch is all but exact then, and so is what begins its sums at 2^-64."""
+    check(emulator, case("scale 0", (64, 64), form, options={"scale": 0.0}))
+
+
 @pytest.mark.parametrize(
     ("dim", "form", "extra"), [(64, "band", None), (64, "full", "softcap"), (128, "full", None), (128, "mapped", "ALiBi"), (256, "band", "sinks")]
 )

@@ -31,6 +31,7 @@ template <typename To, typename From> inline To bits_as(From x) {
 }
 inline float __int_as_float(int x) { return bits_as<float>(x); }
 inline float __uint_as_float(u32 x) { return bits_as<float>(x); }
+inline u32 __float_as_uint(float x) { return bits_as<u32>(x); }
 
 inline float __fmul_rn(float x, float y) { return x * y; }
 

@@ -491,7 +491,7 @@ struct Rows {
 #endif
             int at = tile * BM + row + 8 * h;
             lost |= (at < a.n_q && !sound && nothing != -INF) << h;
-            if ((threadIdx.x & 3) == 0 && at < a.n_q) a.lse[(size_t)bh * a.n_q + at] = sound ? (shift[h] + log2_of(total)) * LN2 : nothing;
+            if ((threadIdx.x & 3) == 0 && at < a.n_q) a.lse[(size_t)bh * a.n_q + at] = sound ? plus_log2(shift[h], total) * LN2 : nothing;
 #if PARTIAL                                                     // in fp32: the four threads of a row write 32 bytes of it together as they are
             float* line = a.out + (bh / a.n_heads * a.s_out_0 + bh % a.n_heads * a.s_out_1 + at * a.s_out_2);
 #pragma unroll
