@@ -139,8 +139,9 @@ def test_the_library_is_looked_for_beside_torch(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (8, 8), (96, 96), (72, 200), (200, 72), (192, 128), (8, 256), (256, 8)])
-def test_tiles_fit_and_are_the_gluon_engines_where_there_is_a_map(dims: tuple[int, int], mapped: bool) -> None:
-    p = problem((1, 2, 512, dims[0]), dims[1])
+@pytest.mark.parametrize("beside", [{}, {"score": scores.alibi(2)}, {"score": scores.alibi(2), "dropout_p": 0.1, "seed": 1}], ids=["plain", "ALiBi", "dropout"])
+def test_tiles_fit_and_are_the_gluon_engines_where_there_is_a_map(beside: dict[str, object], dims: tuple[int, int], mapped: bool) -> None:
+    p = problem((1, 2, 512, dims[0]), dims[1], mask=DOCUMENTS if mapped else None, **beside)
     for config in forward_forms(p, mapped):
         assert config.shared <= shared_memory(90)
         assert not mapped or config.tile == gluon.forward_config(p).tile

@@ -72,6 +72,11 @@ def test_what_a_call_may_ask_beside(emulator: Emulator, name: str, form: str) ->
     check(emulator, case(name, (dim, dim), form, **EXTRAS[name]))
 
 
+def test_registers_kept_for_a_score_do_not_change_the_tiles_of_a_map(emulator: Emulator) -> None:
+    both = {"score": lambda draw: [scores.alibi(4)], "options": {"dropout_p": 0.3, "seed": 5}}
+    check(emulator, case("ALiBi and dropout", (64, 256), "mapped", **both))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_lse_where_all_scores_are_equal(emulator: Emulator, form: str) -> None:
     """Plain PyTorch is all but exact then, and so is what begins its sums at 2^-64."""

@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"sinks {dim}": {"dim": dim, "score": scores.sinks(torch.zeros(4))} for dim in (64, 256)},
     **{f"{name} {dim}": {"dim": dim, "score": score} for dim in (64, 128, 256) for name, score in SCORED.items()},
     **{f"dropout {dim}": {"dim": dim, "dropout_p": 0.1, "seed": 1} for dim in (64, 128, 256)},
+    **{f"ALiBi, dropout {dim}": {"dim": dim, "v_dim": 256, "score": scores.alibi(4), "dropout_p": 0.1, "seed": 1} for dim in (64, 256)},
     "negative scale": {"dim": 128, "dtype": torch.float16, "scale": -1.0},
     **{f"part {dim} {v_dim}": {"dim": dim, "v_dim": v_dim, "partial": True} for dim, v_dim in ((64, 64), (128, 128), (256, 256), (72, 200))},
 }
@@ -62,7 +63,7 @@ def test_the_loop_hides_softmax_under_the_products(name: str, mask: object) -> N
         assert nvrtc.spilled_bytes(log) <= 128
         code = machine_code(launch, 90)
         (body,) = [body for body in loops_of_products(code) if "MUFU.EX2" in body]
-        assert not re.search(r"\b(?:LDL|STL)\b", body) and len(re.findall(r"\bR2UR\b", body)) <= (config.banded and config.dropout and config.d == 256)
+        assert not re.search(r"\b(?:LDL|STL)\b", body) and len(re.findall(r"\bR2UR\b", body)) <= (config.banded and config.dropout and config.dv == 256)
         products = config.d // 16 + config.block_n // 16
         assert body.count("HGMMA") == products and len(re.findall("WARPGROUP.DEPBAR", body)) == 2  # a serialised kernel waits for every product
         scores_awaited, weights_awaited = (m.start() for m in re.finditer("WARPGROUP.DEPBAR", body))

@@ -109,11 +109,13 @@ def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
         rest = (mapped, banded, p.dtype == torch.float16, p.sinks is not None, scored, anchored, dropout, p.partial)
         return ForwardConfig(*dims, block_n, warpgroups, k_stages, v_stages, cluster, *rest)
 
-    most = theirs.block_n if mapped else MOST_KEYS_OF_BAND if banded else 256
-    if warpgroups == 3:
-        block_n = theirs.block_n if theirs.warpgroups == 3 else KEYS_OF_THREE
+    most = MOST_KEYS_OF_BAND if banded else 256
+    if mapped or theirs.warpgroups == 3:
+        block_n = theirs.block_n
+    elif warpgroups == 3:
+        block_n = KEYS_OF_THREE
     else:
         block_n = next(n for n in range(most, 0, -16) if form(n, 2, 2, 1).fits(kept))
     if mapped or banded or warpgroups == 3:
-        return [next(c for c in (form(block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.fits(kept))]
+        return [next(c for c in (form(block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.shared <= shared_memory(90))]
     return [form(block_n, 2, 2, cluster) for cluster in ((1,) if scored or dropout else (2, 1))]

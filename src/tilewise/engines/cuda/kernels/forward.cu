@@ -36,7 +36,7 @@
 #define BIG 0x1p14f                                             // ... and a row is brought back before one could pass 2^15 ...
 #define BACK 10.0f                                              // ... not far, since a long row's many weights are small beside their sum
 #else
-#define ROOM 64.0f                                              // what is lost below 2^-126 is lost below 2^-62 of the largest weight
+#define ROOM (ANCHORED ? 64.0f : 0.0f)                          // what is lost below 2^-126 is lost below 2^-62 of the largest weight
 #define BIG 0x1p-24f                                            // one step may add a factor of 2^150
 #define BACK -ROOM                                              // a row's sum is brought back to 2^BACK
 #endif
@@ -481,7 +481,7 @@ struct Rows {
                 float now = fmaxf(shift[h], sink);
                 decay = exp2_of(shift[h] - now);
                 shift[h] = now;
-                total = total * decay + exp2_of(sink - now);
+                total = total * decay + exp2_of(sink - (now - ROOM)) * exp2_of(-ROOM);  // now - ROOM is exact, and small where the sink is
             }
             float nothing = unset && total == 0.0f ? -INF : QUIET_NAN;  // a sink may not be finite
             bool sound = total > 0.0f && total < INF;
