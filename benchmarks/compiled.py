@@ -1,12 +1,14 @@
 """What attention costs the host in compiled code: a layer of a tiny `torch.compile`d model, beside the same with torch's SDPA.
 
-    python benchmarks/compiled.py [--save] [--threads N]
+    python benchmarks/compiled.py [--save] [--threads N] [--quick] [--profile]
 
 On a GPU, the time in which the host hands a layer over, by default and with `mode="reduce-overhead"` (CUDA graphs); on a CPU, the time it takes. A model is
 8 layers of attention and a product, so what torch does once for a compiled function counts for an eighth. Implementations take turns, and every figure is the
 least of many.
 """
 
+import cProfile
+import pstats
 import time
 import warnings
 from collections.abc import Callable
@@ -27,6 +29,7 @@ SHAPES = {"tiny": (1, 2, 128, 64), "small": (1, 8, 512, 64)} if ON_GPU else {"ti
 MODES: tuple[str | None, ...] = (None, "reduce-overhead") if ON_GPU else (None,)
 LAYERS = 8
 ROUNDS, CALLS = 60, 5
+PROFILED, SHOWN = 50, 15  # calls, functions
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -92,13 +95,18 @@ def microseconds(jobs: list[Callable[[], None]]) -> list[float]:
     return least
 
 
-def section(mode: str | None, trains: bool) -> str:
+def section(mode: str | None, trains: bool, quick: bool, profile: bool) -> str:
     rows: list[list[str]] = []
-    for name, shape in SHAPES.items():
+    for name, shape in list(SHAPES.items())[: 1 if quick else None]:
         progress(f"{mode or 'default'}, {'training' if trains else 'inference'}, {name}")
         torch._dynamo.reset()
         with torch.set_grad_enabled(trains):
-            found = microseconds([job(attend, shape, mode, trains) for attend in FUNCTIONS.values()])
+            jobs = [job(attend, shape, mode, trains) for attend in FUNCTIONS.values()]
+            found = microseconds(jobs)
+            for function, call in zip(FUNCTIONS, jobs, strict=True):
+                if profile:
+                    print(f"\n{mode or 'default'}, {'training' if trains else 'inference'}, {name}: {function}, {PROFILED} calls of {LAYERS} layers")
+                    show_profile(call)
         base: dict[str, float] = dict(zip(FUNCTIONS, found, strict=True))
         cells = [f"{us:.0f}" if f.startswith("SDPA") else f"{us:.0f} ({us / base['SDPA' if f == 'plain' else 'SDPA, causal']:.2f})" for f, us in base.items()]
         rows.append([f"{name} {shape}", *cells])
@@ -106,11 +114,21 @@ def section(mode: str | None, trains: bool) -> str:
     return f"{title}\n\n{table(['microseconds a layer (beside SDPA)', *FUNCTIONS], rows)}"
 
 
+def show_profile(call: Callable[[], None]) -> None:
+    """The functions that take most of the host's time by themselves, Python's and C's."""
+    watch = cProfile.Profile()
+    watch.enable()
+    for _ in range(PROFILED):
+        call()
+    watch.disable()
+    pstats.Stats(watch).sort_stats("tottime").print_stats(SHOWN)
+
+
 def main() -> None:
-    options: Any = arguments(__doc__ or "")
+    options: Any = arguments(__doc__ or "", ("--quick", "the smallest shape only"), ("--profile", "also print where the host's time goes"))
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    sections = [section(mode, trains) for mode in MODES for trains in (False, True)]
+    sections = [section(mode, trains, options.quick, options.profile) for mode in MODES for trains in (False, True)]
     report(__file__, options, "Compiled attention: the host's time", [f"On: {torch.cuda.get_device_name() if ON_GPU else 'the CPU'}, {DTYPE}.", *sections])
 
 
