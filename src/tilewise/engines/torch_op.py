@@ -34,6 +34,7 @@ PASSES = 3  # to be raised whenever the operators of the passes change: torch ke
 # must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one. The others it captures: Engine.is_capturable.
 OUTSIDE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
+UNNAMED = nullcontext()  # outside of graphs, whose values have names
 library = torch.library.Library("tilewise", "FRAGMENT")
 library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
@@ -109,9 +110,6 @@ def _computed(frame: Frame, args: tuple[Any, ...], plan: Plan) -> Output:
 
 def _names_of(frame: Frame) -> AbstractContextManager[Any]:
     return naming(frame.recipe.names) if frame.recipe.names else UNNAMED
-
-
-UNNAMED = nullcontext()
 
 
 def _refuse_gradient(args: tuple[Any, ...]) -> None:
