@@ -27,6 +27,7 @@ LAYERS = {
     "core": "problem, plan, map cache, kernel store",
     "engines.base": "what an engine is",
     "engines.dropout": "the dropout all engines agree on",
+    "engines.facts": "what is known of a program's values, of which generated text is made",
     "engines.codegen": "what all code generators share",
     "engines.cxx": "programs as C++, for CPU and GPU",
     "engines.masked_matmul": "products that ignore masked NaNs",

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.generated import ROUNDING, WAVES, captures, function_of, trees
 from tests.support.programs import trace_value
+from tilewise.engines.codegen import Layout
 from tilewise.engines.cpp import compiler, missing
-from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Extents, Layout, Writer, score_source
+from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, score_source
 from tilewise.engines.cpp.mods import call_arrays
+from tilewise.engines.facts import Extents, Facts
 from tilewise.lang import BoundProgram, interpret
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -48,7 +50,7 @@ def inputs(axes: Axes) -> dict[str, torch.Tensor]:
 
 def writer(call: BoundProgram, axes: Axes) -> Writer:
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, False) for t in call.captures)
-    return Writer(call.program, call, Extents(B + 1, H + 1, 64, 64), layouts, axes)
+    return Writer(call.program, Facts(call.program, call, Extents(B + 1, H + 1, 64, 64)), layouts, axes)
 
 
 def interpreted(call: BoundProgram, axes: Axes) -> torch.Tensor | None:

@@ -12,9 +12,10 @@ from tests.engines.test_cpp_programs import drawn
 from tests.support.generated import captures, function_of
 from tests.support.programs import trace_value
 from tilewise import scores
-from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.codegen import Layout
 from tilewise.engines.cpp import compiler, missing
 from tilewise.engines.cuda.emit import Writer, score_source
+from tilewise.engines.facts import Extents, Facts
 from tilewise.lang import BoundProgram, interpret, trace_score
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -34,7 +35,7 @@ template <typename T> INLINE T fetch(const T* p) { return *p; }
 def source(call: BoundProgram, k: int) -> str:
     """One function program_k(captures, ints, floats, places, scores [tiles, NS]), for all key tiles of a thread."""
     layouts = tuple(Layout(t.dim() > 0 and t.stride(-1) == 1, False) for t in call.captures)
-    inside, anywhere = (Writer(call, Extents(B + 1, H + 1, Q + n, KV + n), layouts) for n in (0, 256))
+    inside, anywhere = (Writer(call.program, Facts(call.program, call, Extents(B + 1, H + 1, Q + n, KV + n)), layouts) for n in (0, 256))
     types = [C_TYPES.get(t.dtype, f"int{8 * t.element_size()}_t" if t.dtype is not torch.uint8 else "uint8_t") for t in call.captures]
     places = sum(2 * t.dim() for t in call.captures)
     fields = [f"const {type}* p_{n};" for n, type in enumerate(types)]
@@ -144,7 +145,7 @@ def test_a_key_is_part_of_a_loads_instruction() -> None:
     for name in ("alibi", "relative bias that reaches every key"):
         call = trace_score((NAMED[name](),), torch.float32)
         layouts = tuple(Layout(True, False) for _ in call.captures)
-        texts[name] = score_source(*(Writer(call, Extents(1, 8, Q + n, KV + n), layouts) for n in (0, 256)))
+        texts[name] = score_source(*(Writer(call.program, Facts(call.program, call, Extents(1, 8, Q + n, KV + n)), layouts) for n in (0, 256)))
     assert "multiply_add((float)(0 + c), " in texts["alibi"] and "apply_inside" not in texts["alibi"]
     inside, anywhere = texts["relative bias that reaches every key"].split("Distance distance_anywhere")
     assert " + (0 - c))" in inside and "greater" not in inside and "greater" in anywhere

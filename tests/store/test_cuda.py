@@ -14,8 +14,8 @@ from tests.support.machine_code import loops_of_products, machine_code
 from tests.support.operation_scores import SCORES
 from tilewise import masks, scores
 from tilewise.core.problem import Options, Problem, make_problem
-from tilewise.engines.codegen import Extents
 from tilewise.engines.cuda import nvrtc
+from tilewise.engines.facts import Extents, Facts
 from tilewise.engines.gluon import NO_GLUON
 from tilewise.lang import trace_score
 
@@ -97,7 +97,7 @@ extern "C" __global__ void kernel(Args a, float* x) {
             (FOLDER / "primitives.cuh").read_text(),
             f"struct Args {{ int n_q; float score_scale; {' '.join(numbers)} }};",
             *[path.read_text() for path in (FOLDER / "program.cuh", HEADERS / "operations.h")],
-            score_source(*[Writer(call, Extents(1, 1, 16, 16), ())] * 2),
+            score_source(*[Writer(call.program, Facts(call.program, call, Extents(1, 1, 16, 16)), ())] * 2),
             kernel,
         ]
     )

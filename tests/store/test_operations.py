@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from tests.support.operation_scores import SCORES
-from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.codegen import Layout
+from tilewise.engines.facts import Extents, Facts
 from tilewise.engines.gpu.limits import NO_TRITON
 from tilewise.lang import derive, trace_score
 
@@ -38,7 +39,9 @@ def test_every_function_compiles(arch: int, precise: bool) -> None:
 
     call = trace_score((everything,), torch.float32)
     layouts: tuple[Layout, ...] = ()
-    value, slope = (Writer(p, call, Extents(1, 1, 16, 16), layouts, precise, False) for p in (call.program, derive(call.program, frozenset()).program))
+    value, slope = (
+        Writer(p, Facts(p, call, Extents(1, 1, 16, 16)), layouts, precise, False) for p in (call.program, derive(call.program, frozenset()).program)
+    )
     kernel = generated("kernel", [*score_source(value), "", *dscore_source(slope), *KERNEL.splitlines()]).function()
     signature = {"p_x": "*fp32", "p_y": "*fp32", "f": ("fp32",) * len(call.floats), "i": ("i32",) * len(call.ints)}
     built = triton.compile(ASTSource(fn=kernel, signature=signature), target=GPUTarget("cuda", arch, 32))
@@ -52,5 +55,5 @@ def test_the_hardwares_tanh_is_not_given_float64() -> None:
     table = torch.zeros(16, dtype=torch.float64)
     for function in (torch.tanh, lambda x: functional.gelu(x, approximate="tanh")):
         call = trace_score((lambda s, b, h, q, kv, f=function: s + f(table[kv]),), torch.float32)
-        lines = Writer(call.program, call, Extents(1, 1, 16, 16), (Layout(True, False),), False, False).lines
+        lines = Writer(call.program, Facts(call.program, call, Extents(1, 1, 16, 16)), (Layout(True, False),), False, False).lines
         assert any("tanh" in line for line in lines) and not any("fast_tanh" in line for line in lines)

@@ -1,16 +1,15 @@
-"""What all code generators share: the layouts and extents they know, and how they find the type an operation is computed in."""
+"""What all code generators share: the layouts and facts they know, and how they find the type an operation is computed in."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from tilewise.lang import BoundProgram, Program
+from tilewise.engines.facts import Facts
+from tilewise.lang import Program
 from tilewise.lang.ops import OPS
-from tilewise.lang.ranges import ranges
 from tilewise.lang.types import FLOATS, NUMBER, ZERO_DIM, Type, promote
 
-INT32 = 2**31 - 1  # integers up to here, either way, are emitted with 32 bits
 FLIPPED = {"+": "-", "-": "+"}
 SUMS = ("add", "sub", "neg")
 
@@ -31,23 +30,13 @@ def _max_offset(t: Tensor) -> int:
     return sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)]) if t.numel() else 0
 
 
-class Extents(NamedTuple):
-    """Upper limits of b, h, q and kv."""
-
-    b: int
-    h: int
-    q: int
-    kv: int
-
-
 class ProgramWriter:
     """Writes the instructions of one program, one after the other, as text of some language."""
 
-    def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...]) -> None:
+    def __init__(self, program: Program, facts: Facts, layouts: tuple[Layout, ...]) -> None:
         self.program = program
+        self.facts = facts
         self.layouts = layouts
-        self.ranges = ranges(program, call, extents._asdict())
-        self.sizes = [tuple(t.shape) for t in call.captures]
         self.slots = _size_slots(program)
         self.types: list[str] = []  # of the values written so far
 
@@ -61,12 +50,12 @@ class ProgramWriter:
         computed = promote(*[self.program.instructions[a].type for a in args]).dtype
         if type.is_float and computed not in FLOATS:
             computed = type.dtype
-        if computed == "i64" and all(self.ranges[a].within(-INT32, INT32) for a in args) and (type.is_bool or dtype == "i32"):
+        if computed == "i64" and all([self.facts.fits32(a) for a in args]) and (type.is_bool or dtype == "i32"):
             computed = "i32"
         return computed
 
     def _is_positive_division(self, args: tuple[int, ...]) -> bool:
-        return self.ranges[args[0]].lowest >= 0 and self.ranges[args[1]].lowest > 0
+        return self.facts.is_at_least(args[0], 0) and self.facts.is_at_least(args[1], 1)
 
     def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
         """What is added up to an integer, with its sign."""

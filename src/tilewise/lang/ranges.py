@@ -28,7 +28,9 @@ class _Opaque(CaptureRanges):
     def query(self, index: list[Interval]) -> Interval:
         name = NAME_OF[self.tensor.dtype]
         low, high = (0, 1) if name == "bool" else INTEGER_RANGE.get(name, (math.nan, math.nan))
-        like = sum((i.lo * 0 for i in index), _number(0.0))
+        (like,) = _numbers([0.0])
+        for i in index:
+            like = like + i.lo * 0
         return Interval(like + low, like + high)
 
 
@@ -40,15 +42,15 @@ class _StaticBounds(Bounds):
 
 def ranges(program: Program, call: BoundProgram, extents: dict[str, int]) -> list[Range]:
     """The range of every instruction of `program`, which runs with `call`'s arguments, for indices from 0 up to the extents."""
-    unknown = _number(math.nan)
-    box = {name: Interval(_number(0.0), _number(float(max(n - 1, 0)))) for name, n in extents.items()}
+    first, unknown, *last = _numbers([0.0, math.nan, *[float(max(n - 1, 0)) for n in extents.values()]])
+    box = {name: Interval(first, n) for name, n in zip(extents, last, strict=True)}
     found = _StaticBounds(replace(call, program=program)).every(box | {"score": Interval(unknown, unknown)})
     return [_range(interval) for interval in found]
 
 
-def _number(value: float) -> torch.Tensor:
-    """On the CPU, whatever the default device is."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+def _numbers(values: list[float]) -> tuple[torch.Tensor, ...]:
+    """On the CPU, whatever the default device is; in one tensor, because each takes its time."""
+    return torch.tensor(values, dtype=torch.float64, device="cpu").unbind()
 
 
 def _range(interval: Interval) -> Range:

@@ -8,9 +8,10 @@ the compiler vectorises. Python numbers and captures are arguments. The operatio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewise.engines.codegen import Extents, Layout
+from tilewise.engines.codegen import Layout
 from tilewise.engines.cxx.writer import STORED, TYPE, CxxWriter
-from tilewise.lang import BoundProgram, Derivative, Program
+from tilewise.engines.facts import Facts
+from tilewise.lang import Derivative, Program
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ ONCE, LANE, ROW, ELEMENT = range(4)
 class Writer(CxxWriter):
     """Sorts statements by where they are computed."""
 
-    def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...], axes: Axes) -> None:
+    def __init__(self, program: Program, facts: Facts, layouts: tuple[Layout, ...], axes: Axes) -> None:
         self.axes = axes
         self.levels: list[int] = []
         self.statements: dict[int, list[str]] = {ONCE: [], LANE: [], ROW: [], ELEMENT: []}
-        super().__init__(program, call, extents, layouts)
+        super().__init__(program, facts, layouts)
 
     def _level(self, k: int) -> int:
         uses = self.program.dependencies[k]

@@ -10,57 +10,51 @@ from torch import Tensor
 
 from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
-from tilewise.engines.codegen import Extents, layouts_of
+from tilewise.engines.codegen import layouts_of
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, mask_source, score_source, slope_source
 from tilewise.engines.cpp.libraries import Unit, library_of
+from tilewise.engines.facts import Extents, Facts, Texts
 from tilewise.lang import BoundProgram, Program, derive
 
 MAX_UNITS = 4096
-_units: dict[Any, Unit] = {}
+_units: Texts[Unit] = Texts(MAX_UNITS)
+_units_of_calls: dict[Any, Unit] = {}  # the same, for lengths and integers of which no question need be asked again
 
 
 def mask_unit(p: Problem) -> Unit | None:
-    return None if p.mask is None else _unit("mask", p.mask, p, lambda call: mask_source(_both_axes(call, p), real(p)))
+    return None if p.mask is None else _unit("mask", p.mask.program, p.mask, p, lambda writers: mask_source(writers, real(p)))
 
 
 def score_unit(p: Problem) -> Unit | None:
-    return None if p.score is None else _unit("score", p.score, p, lambda call: score_source(_both_axes(call, p), real(p)))
+    return None if p.score is None else _unit("score", p.score.program, p.score, p, lambda writers: score_source(writers, real(p)))
 
 
 def dscore_unit(score: BoundProgram, p: Problem, wanted: frozenset[int]) -> Unit:
     """The score's derivative, and the gradients of the wanted captures."""
-
-    def make(call: BoundProgram) -> str:
-        derivative = derive(call.program, wanted)
-        return slope_source(_writer(derivative.program, call, p, BY_QUERY), derivative, real(p))
-
-    return _unit(f"dscore {sorted(wanted)}", score, p, make)
+    derivative = derive(score.program, wanted)
+    return _unit(f"dscore {sorted(wanted)}", derivative.program, score, p, lambda writers: slope_source(writers[0], derivative, real(p)), (BY_QUERY,))
 
 
 def real(p: Problem) -> str:
     return "double" if p.dtype == torch.float64 else "float"
 
 
-def _unit(kind: str, call: BoundProgram, p: Problem, make: Callable[[BoundProgram], str]) -> Unit:
-    """Cached by all that the generated code depends on: the program, and the integers, layouts and lengths that its bounds are proved from."""
-    layout = tuple([(t.shape, t.stride()) for t in call.captures])
-    extents = Extents(p.batch, p.heads, p.q_len, p.kv_len)
-    key = (kind, call.program.text, call.ints, layout, extents, p.dtype == torch.float64)
-    found = _units.get(key)
+def _unit(
+    kind: str, program: Program, call: BoundProgram, p: Problem, source: Callable[[list[Writer]], str], axes: tuple[Axes, ...] = (BY_QUERY, BY_KEY)
+) -> Unit:
+    """The generated code of `program`, which is the call's or made of it and `kind`. It depends on the precision, on how captures lie in memory, and on what
+    is known of values, which follows from integers, lengths and captures' sizes."""
+    extents, precision = Extents(p.batch, p.heads, p.q_len, p.kv_len), p.dtype == torch.float64
+    exact_key = (kind, call.program.text, call.ints, tuple([(t.shape, t.stride()) for t in call.captures]), extents, precision)
+    found = _units_of_calls.get(exact_key)
     if found is None:
-        if len(_units) >= MAX_UNITS:
-            _units.clear()
-        found = _units[key] = Unit(make(call), FOR_PROGRAMS)
+        if len(_units_of_calls) >= MAX_UNITS:
+            _units_of_calls.clear()
+        facts, layouts = Facts(program, call, extents), layouts_of(call.captures)
+        write = lambda: Unit(source([Writer(program, facts, layouts, a) for a in axes]), FOR_PROGRAMS)
+        found = _units_of_calls[exact_key] = _units.find((kind, call.program.text, layouts, precision), facts, write)
     return found
-
-
-def _both_axes(call: BoundProgram, p: Problem) -> list[Writer]:
-    return [_writer(call.program, call, p, axes) for axes in (BY_QUERY, BY_KEY)]
-
-
-def _writer(program: Program, call: BoundProgram, p: Problem, axes: Axes) -> Writer:
-    return Writer(program, call, Extents(p.batch, p.heads, p.q_len, p.kv_len), layouts_of(call.captures), axes)
 
 
 class Arguments(NamedTuple):

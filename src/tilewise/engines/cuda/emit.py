@@ -16,9 +16,10 @@ one addition of a constant, instead of an integer's and a conversion, and the ad
 
 from collections.abc import Mapping
 
-from tilewise.engines.codegen import SUMS, Extents, Layout
+from tilewise.engines.codegen import SUMS, Layout
 from tilewise.engines.cxx.writer import SPECIAL, TYPE, CxxWriter, Special
-from tilewise.lang import BoundProgram
+from tilewise.engines.facts import Facts
+from tilewise.lang import Program
 from tilewise.lang.types import Type
 
 ONCE, ROW, COLUMN, DISTANCE, ELEMENT = range(5)  # where a value is computed
@@ -31,13 +32,13 @@ IN_TILES = (DISTANCE, COLUMN, ELEMENT)  # what is computed for a key tile
 class Writer(CxxWriter):
     """Sorts statements by where they are computed."""
 
-    def __init__(self, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...]) -> None:
+    def __init__(self, program: Program, facts: Facts, layouts: tuple[Layout, ...]) -> None:
         self.levels: list[int] = []
         self.texts: list[str] = []  # how values are called
         self.fields: list[str] = []
         self.distances: list[str] = []  # fields of the struct Distance
         self.statements: dict[int, list[str]] = {ONCE: [], ROW: [], COLUMN: [], DISTANCE: [], ELEMENT: []}
-        super().__init__(call.program, call, extents, layouts)
+        super().__init__(program, facts, layouts)
 
     def _write(self, k: int) -> None:
         self.levels.append(self._level(k))
@@ -123,7 +124,7 @@ class Writer(CxxWriter):
 
     def _split_float(self, k: int) -> tuple[str, str] | None:
         """The two parts of an integer that becomes a float; None where it is another, or might be rounded."""
-        return self._split_sum(k) if self.ranges[k].within(TILE - EXACT, EXACT - TILE) else None
+        return self._split_sum(k) if self.facts.within(k, TILE - EXACT, EXACT - TILE) else None
 
     def _split_sum(self, k: int) -> tuple[str, str] | None:
         """The two parts of a sum of 32-bit integers, the second of them known to the compiler; None where no key's place is in it."""

@@ -3,8 +3,9 @@
 import torch
 
 from tilewise.core.problem import Problem
-from tilewise.engines.codegen import Extents, layouts_of
+from tilewise.engines.codegen import layouts_of
 from tilewise.engines.cuda.emit import Writer, score_source
+from tilewise.engines.facts import Extents, Facts
 from tilewise.engines.gpu.generated import Generated
 from tilewise.engines.gpu.mods import LARGEST_TILE, extents_of, function_of, has_score, inner_score, scales
 from tilewise.lang import Band, BoundProgram, follows_distance
@@ -55,4 +56,4 @@ def _unchanged() -> BoundProgram:
 
 
 def _writer(call: BoundProgram, extents: Extents) -> Writer:
-    return Writer(call, extents, layouts_of(call.captures))
+    return Writer(call.program, Facts(call.program, call, extents), layouts_of(call.captures))

@@ -9,8 +9,9 @@ Only numbers, operation names and slots reach the text.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
-from tilewise.engines.codegen import INT32, Extents, Layout, ProgramWriter
-from tilewise.lang import BoundProgram, Program
+from tilewise.engines.codegen import Layout, ProgramWriter
+from tilewise.engines.facts import Facts
+from tilewise.lang import Program
 from tilewise.lang.ops import OPS
 from tilewise.lang.program import literal_value
 from tilewise.lang.types import FLOATS, INTEGERS, Type
@@ -36,8 +37,8 @@ ROUND = {"f16": "to_half({})", "bf16": "to_bfloat({})"}
 class CxxWriter(ProgramWriter):
     """Writes instructions one after the other; `declare` says what becomes of their texts."""
 
-    def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...]) -> None:
-        super().__init__(program, call, extents, layouts)
+    def __init__(self, program: Program, facts: Facts, layouts: tuple[Layout, ...]) -> None:
+        super().__init__(program, facts, layouts)
         self.same: dict[int, int] = {}  # values that are others
         for k in range(len(program.instructions)):
             self._write(k)
@@ -103,7 +104,7 @@ class CxxWriter(ProgramWriter):
 
     def _width(self, k: int, type: Type) -> str:
         op = self.program.instructions[k].op
-        return "i32" if type.dtype == "i64" and op not in ("load", "int") and self.ranges[k].within(-INT32, INT32) else type.dtype
+        return "i32" if type.dtype == "i64" and op not in ("load", "int") and self.facts.fits32(k) else type.dtype
 
     def _cast(self, k: int, dtype: str) -> str:
         """Value k in another type."""
@@ -140,7 +141,7 @@ class CxxWriter(ProgramWriter):
         """Which of two integers is the lesser or the greater, if their ranges tell."""
         if name not in EXTREMES:
             return None
-        lesser = next((a for a, b in (args, args[::-1]) if self.ranges[a].highest <= self.ranges[b].lowest), None)
+        lesser = next((a for a, b in (args, args[::-1]) if self.facts.is_at_most(a, b)), None)
         return lesser if lesser is None or EXTREMES[name] == "lesser" else args[args[0] == lesser]
 
     def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:
@@ -185,10 +186,10 @@ class CxxWriter(ProgramWriter):
         return f"({offset})({index})" + ("" if self._is_contiguous(slot, d) else f" * ({offset}){self.place(strides + d)}")
 
     def _is_inside(self, slot: int, d: int, k: int) -> bool:
-        return self.ranges[k].within(0, self.sizes[slot][d] - 1)
+        return self.facts.is_inside(k, slot, d)
 
     def _is_contiguous(self, slot: int, d: int) -> bool:
-        return self.layouts[slot].contiguous and d == len(self.sizes[slot]) - 1
+        return self.layouts[slot].contiguous and d == self.program.captures[slot].rank - 1
 
     def result(self, position: int, dtype: str) -> str:
         return self._cast(self.program.results[position], dtype)

@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from tilewise.engines.codegen import INT32, Extents, Layout, ProgramWriter
+from tilewise.engines.codegen import Layout, ProgramWriter
+from tilewise.engines.facts import Facts
 from tilewise.engines.gpu.limits import interpreted
-from tilewise.lang import BoundProgram, Derivative, Program
+from tilewise.lang import Derivative, Program
 from tilewise.lang.derive import LoadSite
 from tilewise.lang.ops import OPS
 from tilewise.lang.program import literal_value
@@ -48,8 +49,8 @@ UNPIPELINED = {"f32", "i32", "i64", "f16", "bf16"}
 class Writer(ProgramWriter):
     """Writes the instructions of one program as lines of Triton."""
 
-    def __init__(self, program: Program, call: BoundProgram, extents: Extents, layouts: tuple[Layout, ...], precise: bool, split_index: bool) -> None:
-        super().__init__(program, call, extents, layouts)
+    def __init__(self, program: Program, facts: Facts, layouts: tuple[Layout, ...], precise: bool, split_index: bool) -> None:
+        super().__init__(program, facts, layouts)
         self.split_index = split_index  # q and kv
         self.precise = precise
         self.lines: list[str] = []
@@ -88,7 +89,7 @@ class Writer(ProgramWriter):
     def _width(self, k: int, type: Type) -> str:
         if type.dtype == "bf16" and interpreted():  # the interpreter cannot compute with bfloat16
             return "f32"
-        return "i32" if type.dtype == "i64" and self.ranges[k].within(-INT32, INT32) and self.program.instructions[k].op != "load" else type.dtype
+        return "i32" if type.dtype == "i64" and self.facts.fits32(k) and self.program.instructions[k].op != "load" else type.dtype
 
     def _cast(self, k: int, dtype: str) -> str:
         """Value k in another type; literals adapt by themselves."""
@@ -118,14 +119,14 @@ class Writer(ProgramWriter):
         if parts is not None:
             return f"({parts[0]}.to(tl.float32) + {parts[1]})"
         op, args, _, _ = self.program.instructions[k]
-        exact = self.types[k] == "i32" and self.ranges[k].within(-EXACT, EXACT)
+        exact = self.types[k] == "i32" and self.facts.within(k, -EXACT, EXACT)
         if exact and op in ("add", "sub", "neg", "abs", "minimum", "maximum") and {"q", "kv"} <= self.program.dependencies[k]:
             return self._text(op, "f32").format(*[self._cast(a, "f32") for a in args])
         return f"v{k}.to(tl.float32)"
 
     def _split_float(self, k: int) -> tuple[str, str] | None:
         """A sum of places and other integers in two parts: integers, and floats that the compiler knows; None where it is another or might be rounded."""
-        if not self.split_index or self.precise or self.types[k] != "i32" or not self.ranges[k].within(TILE - EXACT, EXACT - TILE):
+        if not self.split_index or self.precise or self.types[k] != "i32" or not self.facts.within(k, TILE - EXACT, EXACT - TILE):
             return None
         return self._split_sum(k, ".to(tl.float32)", "0.0")
 
@@ -189,7 +190,7 @@ class Writer(ProgramWriter):
         """Whether a column or row divided by one number may be multiplied by that number's inverse in 32 bits (see steps.quotient)."""
         varies = self.program.dependencies
         one_number = not varies[b] and self.program.instructions[b].op != "literal"  # the compiler knows what to do with a literal
-        return one_number and self.ranges[b].lowest > 1 and bool(varies[a] & {"q", "kv"}) and self.ranges[a].highest * self.ranges[b].highest < 2**32
+        return one_number and bool(varies[a] & {"q", "kv"}) and self.facts.is_at_least(b, 2) and self.facts.product_is_below(a, b, 2**32)
 
     def _div(self, args: tuple[int, ...], operands: list[str], computed: str) -> str | None:
         """One division, not one per element; scores of 16-bit inputs do not see the rounding."""
@@ -248,10 +249,9 @@ class Writer(ProgramWriter):
         layout, (sizes, strides) = self.layouts[slot], self.slots[slot]
         terms: list[str] = []
         for d, k in enumerate(indices):
-            known, size = self.ranges[k], self.sizes[slot][d]
             index = f"v{k}"
-            if not known.within(0, size - 1):
-                if known.lowest < 0:
+            if not self.facts.is_inside(k, slot, d):
+                if not self.facts.is_at_least(k, 0):
                     index = f"tl.where({index} < 0, {index} + s[{sizes + d}], {index})"
                     index = f"tl.maximum({index}, 0)"
                 index = f"tl.minimum({index}, s[{sizes + d}] - 1)"
@@ -274,7 +274,7 @@ class Writer(ProgramWriter):
             return f"({self.sign(args[0])} {'|' if op == 'and' else '&'} {self.sign(args[1])})"
         if op == "not":
             return f"(~{self.sign(args[0])})"
-        if op in DIFFERENCES and all(self.types[a] == "i32" and self.ranges[a].within(-HALF, HALF) for a in args):
+        if op in DIFFERENCES and all([self.types[a] == "i32" and self.facts.within(a, -HALF, HALF) for a in args]):
             return DIFFERENCES[op].format(*[f"v{a}" for a in args])
         return f"tl.where({self._cast(k, 'bool')}, 0, -1)"
 

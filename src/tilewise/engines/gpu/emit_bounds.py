@@ -5,7 +5,7 @@ It is written for integers that fit 32 bits over the whole problem, as those of 
 mask that computes something else has none, which is always right: who asks has to look into the tiles.
 """
 
-from tilewise.engines.codegen import INT32, ProgramWriter
+from tilewise.engines.codegen import ProgramWriter
 from tilewise.lang.ops import OPS
 from tilewise.lang.types import Type, promote
 
@@ -50,17 +50,14 @@ class BoundsWriter(ProgramWriter):
 
     def _stays_exact(self, op: str, args: tuple[int, ...], k: int, computed: Type) -> bool:
         """Whether an operation of integers gives what it would without limits: none is converted to fewer bits than it has, and the result fits."""
-        converts = all([self.program.instructions[a].type.dtype == computed.dtype or computed.dtype == "i64" or self._fits(a) for a in args])
-        fits = self.program.instructions[k].type.is_bool or self._fits(k)
+        converts = all([self.program.instructions[a].type.dtype == computed.dtype or computed.dtype == "i64" or self.facts.fits32(a) for a in args])
+        fits = self.program.instructions[k].type.is_bool or self.facts.fits32(k)
         return converts and fits and (op not in DIVISIONS or self._is_positive_division(args))
-
-    def _fits(self, k: int) -> bool:
-        return self.ranges[k].within(-INT32, INT32)
 
     def _load(self, slot: int, indices: tuple[int, ...]) -> str | None:
         """Of a stretch of a capture's last dimension, in one place along the others: b and h are points."""
         varies = [self.program.dependencies[k] for k in indices]
-        inside = all([self.ranges[k].within(0, size - 1) for k, size in zip(indices, self.sizes[slot], strict=True)])
+        inside = all([self.facts.is_inside(k, slot, d) for d, k in enumerate(indices)])
         if not varies or not varies[-1] or not inside or any([v & {"q", "kv"} for v in varies[:-1]]):
             return None
         strides = self.slots[slot][1]

@@ -9,7 +9,8 @@ import torch
 
 from tilewise.core.map_cache import exact
 from tilewise.core.problem import Problem
-from tilewise.engines.codegen import Extents, layouts_of
+from tilewise.engines.codegen import layouts_of
+from tilewise.engines.facts import Extents, Facts
 from tilewise.engines.gpu.config import LOG2E
 from tilewise.engines.gpu.emit import Writer, dscore_source, either_source, fixed_source, gauge_source, mask_source, scatter_source, score_source
 from tilewise.engines.gpu.emit_bounds import BoundsWriter, bounds_source
@@ -34,7 +35,7 @@ def bounds_of(p: Problem) -> Generated | None:
     """What a mask allows in whole tiles; None where it has to be evaluated in them."""
 
     def make(call: BoundProgram) -> Generated | None:
-        lines = BoundsWriter(call.program, call, extents_of(p), layouts_of(call.captures)).lines()
+        lines = BoundsWriter(call.program, Facts(call.program, call, extents_of(p)), layouts_of(call.captures)).lines()
         return None if lines is None else generated("bounds", bounds_source(lines))
 
     return None if p.mask is None else function_of("bounds", p.mask, p, make)
@@ -161,7 +162,7 @@ def extents_of(p: Problem) -> Extents:
 
 
 def _writer(program: Program, call: BoundProgram, extents: Extents, precise: bool, split_index: bool) -> Writer:
-    return Writer(program, call, extents, layouts_of(call.captures), precise, split_index)
+    return Writer(program, Facts(program, call, extents), layouts_of(call.captures), precise, split_index)
 
 
 def _scored(entry: str, source: Callable[[Writer, str], list[str]], program: Program, call: BoundProgram, p: Problem, split_index: bool) -> Generated:
