@@ -181,6 +181,22 @@ def test_rows_computed_again_are_the_references(emulator: Emulator, name: str, e
     assert emulator.marked >= 2 * (330 if extra == "cross" and name != "infinite keys" else SPOILT[name][2])
 
 
+@pytest.mark.parametrize("extra", [None, "sinks", "window"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_queries_that_are_not_finite_end_at_once(emulator: Emulator, value: float, extra: str | None) -> None:
+    """All that such a row gives is NaN, so of its keys a few are read; others are as they were."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 2, 330, 96, generator=generator).bfloat16() for _ in range(3))
+    q[1, 1, 300:, 5] = value
+    k[..., 5] = k[..., 5].abs()  # scores of infinite queries are all positive
+    mask = masks.causal & masks.sliding_window(100) if extra == "window" else masks.causal
+    options = {"mask": mask, "score": scores.sinks(torch.randn(2, generator=generator)) if extra == "sinks" else None, "return_lse": True}
+    found, wanted = (attended([q, k, v], engine, **options) for engine in ("cuda", "reference"))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert found[0][1, 1, 300:].isnan().all() and emulator.marked == 30
+
+
 @pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
 def test_sinks_that_are_no_numbers_where_nothing_is_attended(emulator: Emulator, sink: float) -> None:
     """Queries 0 to 99 attend nothing but the sink, for 64 of them not even their tile's others do."""

@@ -55,6 +55,12 @@ DEV void repair_row(const Args& a, int bh, int row, float scale, float sink) {
             }
             x = __fmul_rn(x, scale);                            // rounded before a maximum is taken off, which may be large
         }
+        if (__any_sync(0xffffffff, !(x < INF))) {               // makes all of the row NaN: with NaN in its queries, a model's rows end here
+            total = QUIET_NAN;
+#pragma unroll
+            for (int n = 0; n < 2 * V_CHUNKS; n++) sum[n] = QUIET_NAN;
+            break;
+        }
         float now = fmaxf(top, warp_max(x)), base = now == -INF ? 0.0f : now, weight = exp2_of(x - base), decay = exp2_of(top - base);
         top = now;
         total = total * decay + warp_sum(weight);
