@@ -14,7 +14,7 @@ def of_band(band: Band, geometry: Geometry) -> tuple[Runs, Runs]:
     Queries first .. last of a row of tiles see between them the keys first + low .. last + high, without gaps; all of them see last + low .. first + high.
     """
     g, (low, high) = geometry, band
-    first = torch.arange(0, g.q_len, g.tile[0])  # [query tiles]
+    first = torch.arange(0, g.q_len, g.tile[0], device="cpu")  # [query tiles], whatever the default device is
     last = (first + g.tile[0]).clamp(max=g.q_len) - 1
     seen, seen_end = (first + low).clamp(min=0), (last + high + 1).clamp(max=g.kv_len)
     begin, end = seen // g.tile[1], -(-seen_end // g.tile[1])
