@@ -358,6 +358,7 @@ PROBLEMS: dict[str, Callable[[list[Tensor]], tuple[Any, Any, Options]]] = {
     "sinks": lambda leaves: (None, scores.sinks(leaves[1]), Options()),
     "map": lambda leaves: (tw.tile_map(masks.causal, q_len=9, kv_len=9, tile=(4, 4)), None, Options()),
     "dropout": lambda leaves: (None, None, Options(dropout_p=0.5, seed=3)),
+    "largest scores": lambda leaves: (masks.causal, None, Options(max_scores=True)),
 }
 
 
@@ -373,10 +374,11 @@ def test_opcheck(name: str, engine: str) -> None:
 
     detached = packed(torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, given))
     torch.library.opcheck(torch.ops.tilewise.attention_forward.default, detached)
-    out, lse, highest = torch.ops.tilewise.attention_forward(*detached)
+    out, lse, largest = torch.ops.tilewise.attention_forward(*detached)
+    assert len(largest) == (name == "largest scores")
     wanted = list(range(len(given[SCORE_CAPTURES])))
     for grad_lse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (*detached, out, lse, highest, torch.randn_like(out), grad_lse, wanted))
+        torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (*detached, out, lse, torch.randn_like(out), grad_lse, wanted))
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -69,14 +69,14 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors
         problem = bare.of(saved[:count])
         out, lse = saved[count], saved[count + 1]
-        output = Output(out, lse, lse)  # no backward looks at the largest scores: anything on the device will do
         captures = bare.capture_count
         wanted = frozenset([k for k in range(captures) if ctx.needs_input_grad[4 + k]]) if captures else NONE_WANTED
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if torch.is_grad_enabled() or is_batched(grad_out) or is_batched(grad_lse) or are_active():  # more than a first derivative
-            found = differentiated(arguments(engine.name, problem), output, grad_out, grad_lse, sorted(wanted))
+            found = differentiated(arguments(engine.name, problem), out, lse, grad_out, grad_lse, sorted(wanted))
         else:
+            output = Output(out, lse, lse)  # no backward looks at the largest scores: anything on the device will do
             grad_out, grad_lse = resolved(grad_out), None if grad_lse is None else resolved(grad_lse)
             if torch.is_autocast_enabled(problem.device.type):
                 with without_autocast(problem.device):

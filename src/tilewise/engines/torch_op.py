@@ -28,7 +28,7 @@ ARGUMENTS = (
     "Tensor? sinks, float scale, float dropout_p, Tensor? seed, bool deterministic, bool max_scores, int passes=0"
 )
 MASK_CAPTURES, TILES, SCORE_CAPTURES, SINKS, PASSES_NUMBER = 5, 8, 11, 14, 20  # positions among the arguments
-PASSES = 3  # to be raised whenever the operators of the passes change: torch keeps compiled code on disk, by the graph of `attention`, for later versions too
+PASSES = 4  # to be raised whenever the operators of the passes change: torch keeps compiled code on disk, by the graph of `attention`, for later versions too
 
 # There are two operators for each pass. Those with this tag inductor runs between the CUDA graphs it captures (torch 2.9 and newer): what they make and keep
 # must not lie in the memory of a graph, and what follows the contents of tensors must not be frozen in one. The others it captures: Engine.is_capturable.
@@ -80,7 +80,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+Found = tuple[Tensor, Tensor, list[Tensor]]  # the output, lse, and the rows' largest scores where they were asked for
+
+
+def forward(*args: Any) -> Found:
     _refuse_gradient(args)
     return _forward(args, None)
 
@@ -90,13 +93,11 @@ def forward_in_graphs(*args: Any) -> Any:
     return frame_of(args[4]).engine.run_in_graphs(args[0].device, lambda: unpacked(*args)[1], lambda plan: _forward(args, plan))
 
 
-def _forward(args: tuple[Any, ...], plan: Plan | None) -> Output:
+def _forward(args: tuple[Any, ...], plan: Plan | None) -> Found:
     frame = frame_of(args[4])
     with _names_of(frame):
-        output = _computed(frame, args, plan_of(*args) if plan is None else plan)
-    if output.max_score.shape == output.lse.shape:
-        return output
-    return output._replace(max_score=output.lse.clone())  # anything, but of the shape that graphs know, and repeatable
+        out, lse, max_score = _computed(frame, args, plan_of(*args) if plan is None else plan)
+    return out, lse, [max_score] if frame.recipe.max_scores else []
 
 
 def _computed(frame: Frame, args: tuple[Any, ...], plan: Plan) -> Output:
@@ -148,7 +149,10 @@ def as_laid_out(out: Tensor, problem: Problem) -> Tensor:
     return out if out.stride() == wanted.stride() else wanted.copy_(out)
 
 
-def backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+Gradient = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and value; of the wanted captures and then of sinks
+
+
+def backward(*args: Any) -> Gradient:
     return _backward(args[:PACKED_COUNT], None, *args[PACKED_COUNT:])
 
 
@@ -157,15 +161,14 @@ def backward_in_graphs(*args: Any) -> Any:
     return frame_of(args[4]).engine.run_in_graphs(args[0].device, lambda: unpacked(*call)[1], lambda plan: _backward(call, plan, *others))
 
 
-def _backward(
-    call: tuple[Any, ...], plan: Plan | None, out: Tensor, lse: Tensor, max_score: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def _backward(call: tuple[Any, ...], plan: Plan | None, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]) -> Gradient:
     engine, problem = unpacked(*call)
     with _names_of(frame_of(call[4])), without_autocast(problem.device):
-        found = engine.backward(problem, plan_of(*call) if plan is None else plan, Output(out, lse, max_score), grad_out, grad_lse, frozenset(wanted))
-    sinks = found.sinks if found.sinks is not None else problem.query.new_empty((0,))
-    query, key, value = (_like(g, t) for g, t in ((found.query, problem.query), (found.key, problem.key), (found.value, problem.value)))
-    return query, key, value, sinks, [found.captures[k].contiguous() for k in wanted]
+        found = engine.backward(problem, plan_of(*call) if plan is None else plan, Output(out, lse, lse), grad_out, grad_lse, frozenset(wanted))
+    others = [found.captures[k].contiguous() for k in wanted]
+    if found.sinks is not None:
+        others.append(found.sinks)
+    return _like(found.query, problem.query), _like(found.key, problem.key), _like(found.value, problem.value), others
 
 
 def _like(gradient: Tensor, t: Tensor) -> Tensor:
@@ -175,27 +178,21 @@ def _like(gradient: Tensor, t: Tensor) -> Tensor:
     return torch.empty_like(t).copy_(gradient)
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, ints: list[int]) -> Found:
     inner = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.new_empty(query.shape[:3], dtype=inner)
-    return like_query(query, value.shape[3]), rows, torch.empty_like(rows)
+    lse = query.new_empty(query.shape[:3], dtype=inner)
+    return like_query(query, value.shape[3]), lse, [torch.empty_like(lse)] if frame_of(recipe).recipe.max_scores else []
 
 
-def _fake_backward(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, *rest: Any) -> tuple[Any, ...]:
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, *rest: Any) -> Gradient:
     r, wanted = frame_of(recipe).recipe, rest[-1]
     first = r.mask_captures + r.tiles  # of the score's captures; sinks come after them
-
-    def fresh(t: Tensor) -> Tensor:
-        return t.new_empty(t.shape)
-
-    sinks = fresh(others[first + r.score_captures]) if r.has_sinks else query.new_empty((0,))
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks, [fresh(others[first + k]) for k in wanted]
+    learned = [others[first + k] for k in (*wanted, *([r.score_captures] if r.has_sinks else []))]
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), [t.new_empty(t.shape) for t in learned]
 
 
-FORWARD = f"({PACKED}) -> (Tensor, Tensor, Tensor)"
-BACKWARD = (
-    f"({PACKED}, Tensor out, Tensor lse, Tensor max_score, Tensor grad_out, Tensor? grad_lse, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
-)
+FORWARD = f"({PACKED}) -> (Tensor, Tensor, Tensor[])"
+BACKWARD = f"({PACKED}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])"
 for _name, _schema, _pass, _fake, _tags in (
     ("attention_forward", FORWARD, forward, _fake_forward, OUTSIDE),
     ("attention_backward", BACKWARD, backward, _fake_backward, OUTSIDE),
@@ -208,15 +205,15 @@ for _name, _schema, _pass, _fake, _tags in (
 
 
 def run_forward(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward of a call with these arguments of `tilewise::attention`."""
+    """The forward of a call with these arguments of `tilewise::attention`; largest scores that were not asked for are empty."""
     given, ops = packed(args), torch.ops.tilewise
-    found: tuple[Tensor, Tensor, Tensor] = (ops.attention_forward_in_graphs if _is_capturable(given) else ops.attention_forward)(*given)
-    return found
+    out, lse, largest = (ops.attention_forward_in_graphs if _is_capturable(given) else ops.attention_forward)(*given)
+    return out, lse, largest[0] if largest else lse.new_empty(0)
 
 
-def run_backward(args: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+def run_backward(args: tuple[Any, ...], others: tuple[Any, ...]) -> Gradient:
     given, ops = packed(args), torch.ops.tilewise
-    found: tuple[Any, ...] = (ops.attention_backward_in_graphs if _is_capturable(given) else ops.attention_backward)(*given, *others)
+    found: Gradient = (ops.attention_backward_in_graphs if _is_capturable(given) else ops.attention_backward)(*given, *others)
     return found
 
 

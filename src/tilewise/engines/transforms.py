@@ -52,17 +52,17 @@ class _Forward(torch.autograd.Function):
         ctx.form, *flat = inputs
         ctx.others = [None if isinstance(v, Tensor) else v for v in flat]
         ctx.places = [k for k, v in enumerate(flat) if isinstance(v, Tensor)]
-        ctx.save_for_backward(*[flat[k] for k in ctx.places], *output)
+        ctx.save_for_backward(*[flat[k] for k in ctx.places], *output[:2])
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_max_score: Tensor | None) -> tuple[Any, ...]:
         flat, saved = list(ctx.others), ctx.saved_tensors  # once: activation checkpointing allows no more
-        output = saved[-3:]
+        out, lse = saved[-2:]
         for k, tensor in zip(ctx.places, saved, strict=False):
             flat[k] = tensor
         inputs, needed = (tree_unflatten(values, ctx.form) for values in (flat, ctx.needs_input_grad[1:]))
         wanted = [k for k, need in enumerate(needed[SCORE_CAPTURES]) if need]
-        found = differentiated(tuple(inputs), output, torch.zeros_like(output[0]) if grad_out is None else grad_out, grad_lse, wanted)
+        found = differentiated(tuple(inputs), out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, wanted)
         gradients: list[Any] = [[None] * len(value) if isinstance(value, (list, tuple)) else None for value in inputs]
         gradients[1:4] = found.query, found.key, found.value
         gradients[SCORE_CAPTURES] = [found.captures.get(k) for k in range(len(inputs[SCORE_CAPTURES]))]
@@ -79,12 +79,12 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The gradients of query, key, value, sinks (empty where there are none) and of the wanted captures."""
+    """The gradients of query, key, value, the wanted captures, and of sinks where there are some."""
 
     @staticmethod
     def forward(form: TreeSpec, *flat: Any) -> tuple[Tensor, ...]:
-        *found, captures = run_backward(*tree_unflatten(flat, form))
-        return (*found, *captures)
+        query, key, value, others = run_backward(*tree_unflatten(flat, form))
+        return query, key, value, *others
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -103,12 +103,13 @@ class _Backward(torch.autograd.Function):
         return _one_by_one(_Backward, info.batch_size, in_dims[1:], form, flat)
 
 
-def differentiated(inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]) -> Gradients:
+def differentiated(inputs: tuple[Any, ...], out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]) -> Gradients:
     """The backward of a call with these arguments of the operator, which may be transformed itself, but not differentiated."""
-    flat, form = tree_flatten((inputs, (*output, grad_out, grad_lse, wanted)))
+    flat, form = tree_flatten((inputs, (out, lse, grad_out, grad_lse, wanted)))
     level = max([_batch_level(t) for t in (grad_out, grad_lse) if t is not None])
-    query, key, value, sinks, *captures = _Backward.apply(form, *flat) if level == 0 else _batched(form, flat, level)
-    return Gradients(query, key, value, None if inputs[SINKS] is None else sinks, dict(zip(wanted, captures, strict=True)))
+    query, key, value, *others = _Backward.apply(form, *flat) if level == 0 else _batched(form, flat, level)
+    sinks = None if inputs[SINKS] is None else others.pop()
+    return Gradients(query, key, value, sinks, dict(zip(wanted, others, strict=True)))
 
 
 def _one_by_one(function: Any, count: int, dims: tuple[Any, ...], form: TreeSpec, flat: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
