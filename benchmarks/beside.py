@@ -2,6 +2,7 @@
 
     git worktree add ../before HEAD~1
     python benchmarks/beside.py ../before . --rows "causal D128" window --save change
+    python benchmarks/beside.py . ../trial@KEYS=128 ../trial@KEYS=160 --rows "full D128"     # one checkout, with an environment variable of its own
 
 Each checkout runs in a process of its own, and the processes take turns at every row, each time in another order. Every figure is the median of the turns;
 beside it stands how many times as fast it is as the first checkout's. TFLOP/s count as in gpu.py.
@@ -23,7 +24,7 @@ LENGTHS = (2048, 8192, 16384)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trees", nargs="+", help="checkouts of tilewise")
+    parser.add_argument("trees", nargs="+", metavar="TREE[@NAME=VALUE]", help="checkouts of tilewise, and what is set in their environment")
     parser.add_argument("--rows", nargs="+", default=[""], metavar="PATTERN", help="only rows in whose name one of these regular expressions is found")
     parser.add_argument("--engine", default="cuda", help="the engine to measure (default: %(default)s)")
     parser.add_argument("--fa3", help="folder with FlashAttention-3's library, to measure it too")
@@ -75,7 +76,9 @@ class Worker:
     """A process that measures one checkout, on demand."""
 
     def __init__(self, arguments: list[str], tree: str, peer: str = "") -> None:
-        env = os.environ | {"PYTHONPATH": str(Path(tree).resolve() / "src"), "BESIDE_PEER": peer}
+        folder, _, setting = tree.partition("@")
+        own = dict([setting.split("=", 1)]) if setting else {}
+        env = os.environ | own | {"PYTHONPATH": str(Path(folder).resolve() / "src"), "BESIDE_PEER": peer}
         command = [sys.executable, __file__, *arguments]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
