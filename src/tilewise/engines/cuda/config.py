@@ -1,6 +1,5 @@
 """Tile sizes and stages of the CUDA forward, by head dim. Those of 64 and 128 were chosen by measurements on an H200 (docs/kernels/hopper_trials.md)."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -119,8 +118,4 @@ def forward_forms(p: Problem, mapped: bool) -> list[ForwardConfig]:
         block_n = next(n for n in range(most, 0, -16) if form(n, 2, 2, 1).fits(kept))
     if mapped or banded or warpgroups == 3:
         return [next(c for c in (form(block_n, *stages, 1) for stages in ((3, 3), (3, 2), (2, 2))) if c.shared <= shared_memory(90))]
-    if scored or dropout or max(dims) > 2 * CHUNK:
-        return [form(block_n, 2, 2, cluster) for cluster in ((1,) if scored or dropout else (2, 1))]
-    keys, pairs = (int(n) for n in os.environ.get("TILEWISE_TRIAL", "176,1").split(","))  # keys of a step, and whether programs share them in pairs
-    stages = next(s for s in ((3, 3), (3, 2), (2, 2)) if form(keys, *s, 1).shared <= shared_memory(90))
-    return [form(keys, *stages, cluster) for cluster in ((2, 1) if pairs else (1,))]
+    return [form(block_n, 2, 2, cluster) for cluster in ((1,) if scored or dropout else (2, 1))]
