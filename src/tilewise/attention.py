@@ -12,7 +12,7 @@ from tilewise.core.pages import Pages, gathered
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Options, Problem, from_bhsd, has_float8, kv_heads_of, make_problem, to_bhsd, widened
 from tilewise.core.recording import unrecorded
-from tilewise.engines import Engine, Output, Request, are_active, arguments, is_plain, run_eager, train, transformed
+from tilewise.engines import Engine, Output, Request, are_active, are_active_while_compiling, arguments, is_plain, run_eager, train, transformed
 from tilewise.errors import BackendError, InputError
 from tilewise.frontend import call_cache, packing
 from tilewise.frontend.call_cache import CachedCall
@@ -273,6 +273,8 @@ def run_engine(engine: Engine, problem: Problem, plan: Plan, needs_lse: bool = T
     """Directly where only eager autograd watches or torch sees through the engine, else behind the torch operator."""
     if engine.is_torch_function:
         return engine.forward(problem, plan)
+    if torch.compiler.is_dynamo_compiling() and are_active_while_compiling():
+        torch._dynamo.graph_break(msg="tilewise's kernels inside torch.func (vmap, grad, vjp, ...): call torch.func outside of compiled code")
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in problem.tensors):
         raise BackendError(f"{engine.name} has no forward-mode derivative (jvp); torch's SDPA has one with SDPBackend.MATH")
     if is_plain(problem.tensors) and not problem.query.is_meta:

@@ -13,13 +13,14 @@ from tilewise.lang.bands import FAR
 from tilewise.tiles import FULL, Geometry, build
 from tilewise.tiles.bands import of_band
 
-LIMITS = st.one_of(st.integers(-90, 90), st.sampled_from([-FAR, FAR]))
+LIMITS = st.one_of(st.integers(-90, 90), st.sampled_from([-FAR, FAR, -(2**62), 2**62, -(2**63), 2**63]))
 
 
 def states(limits: Band, geometry: Geometry) -> torch.Tensor:
     """EMPTY, PARTIAL or FULL of every tile, by looking at every pair."""
     q, kv = torch.arange(geometry.q_len)[:, None], torch.arange(geometry.kv_len)
-    allowed = (kv - q >= limits.low) & (kv - q <= limits.high)
+    low, high = (max(-1000, min(1000, limit)) for limit in limits)  # farther than any two are apart
+    allowed = (kv - q >= low) & (kv - q <= high)
     (rows, columns), (m, n) = (geometry.q_tiles, geometry.kv_tiles), geometry.tile
     found = [[allowed[i * m : i * m + m, j * n : j * n + n] for j in range(columns)] for i in range(rows)]
     return torch.tensor([[int(cell.any()) + int(cell.all()) for cell in row] for row in found]).view(rows, columns)
@@ -45,6 +46,17 @@ def test_no_tile_of_a_band_is_looked_at(limits: tuple[int, int], monkeypatch: py
     assert band_of(call) is not None
     for made, wanted in zip(build.build(call, geometry, torch.device("cpu")), looked_at, strict=True):
         assert torch.equal(made.dense(geometry.kv_tiles), wanted.dense(geometry.kv_tiles))
+
+
+@pytest.mark.parametrize("number", [2**62, 2**62 - 9, 2**61])
+def test_numbers_of_any_size(number: int) -> None:
+    """The difference of two that are as large as numbers may be is larger than int64."""
+    geometry = Geometry(1, 1, 300, 300, (128, 64))
+    for mask, wanted in ((lambda b, h, q, kv: q + number >= kv - number, FULL), (lambda b, h, q, kv: q - number >= kv + number, 0)):
+        call = trace_mask(mask)
+        assert band_of(call) is not None
+        partial, full = build.build(call, geometry, torch.device("cpu"))
+        assert not partial.dense(geometry.kv_tiles).any() and bool(full.dense(geometry.kv_tiles).all()) == (wanted == FULL)
 
 
 def forbidden(*_: Any) -> Any:

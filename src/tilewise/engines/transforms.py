@@ -28,6 +28,13 @@ def are_active() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
+def are_active_while_compiling() -> bool:
+    return are_active()
+
+
+are_active_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo asks while it traces, and goes on with the answer
+
+
 def transformed(engine: Engine, problem: Problem) -> Output:
     """A call inside torch.func's transforms."""
     return Output(*_attention(*arguments(engine.name, problem)))

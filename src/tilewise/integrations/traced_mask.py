@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from tilewise.errors import InputError
+from tilewise.lang.checkpoints import allow_changes
 from tilewise.masks import Mask
 
 
@@ -31,10 +32,14 @@ class TracedMask(BlockMask):
     def use(self) -> Mask | None:
         """The mask, for an attention call: from now on it counts as used."""
         if not self.is_used:
+            is_traced = torch.compiler.is_dynamo_compiling()
+            before = is_traced and allow_changes(True)  # a layer may be checkpointed
             self.is_used = True
             # A graph that uses a mask made outside would be compiled again for every number of masks there are. One that makes it must leave none behind.
             if self.is_compiled or not torch.compiler.is_compiling():
                 _unused.discard(self)
+            if is_traced:
+                allow_changes(before)
         return self.mask
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import TraceError
+from tilewise.lang.checkpoints import allow_a_mode
 from tilewise.lang.program import INDICES, BoundProgram, CaptureSpec, Instruction, finish, program_of
 from tilewise.lang.refusals import AS_MASK, AS_SCORE, WRITING, refuse
 from tilewise.lang.rows import Row
@@ -62,6 +63,7 @@ def defined_at(function: Any) -> str:
 
 def _call(tracer: Tracer, function: Callable[..., Any], symbols: list[Symbol], kind: str, signature: str) -> Any:
     if torch.compiler.is_dynamo_compiling():
+        allow_a_mode()
         if not STANDS_IN:
             with _Watch():
                 return function(*symbols)

@@ -1,4 +1,4 @@
-"""The tile map of a band (lang/bands.py) by arithmetic: no tile is looked at, and nothing waits for a GPU."""
+"""The tile map of a band (lang/bands.py) by arithmetic: no tile is looked at, and no kernel runs."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def of_band(band: Band, geometry: Geometry) -> tuple[Runs, Runs]:
 
     Queries first .. last of a row of tiles see between them the keys first + low .. last + high, without gaps; all of them see last + low .. first + high.
     """
-    g, (low, high) = geometry, band
+    g, (low, high) = geometry, band.clamped
     first = torch.arange(0, g.q_len, g.tile[0], device="cpu")  # [query tiles], whatever the default device is
     last = (first + g.tile[0]).clamp(max=g.q_len) - 1
     seen, seen_end = (first + low).clamp(min=0), (last + high + 1).clamp(max=g.kv_len)
