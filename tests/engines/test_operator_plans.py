@@ -12,8 +12,9 @@ import tilewise as tw
 from tilewise import masks, scores
 from tilewise.core.map_cache import maps
 from tilewise.core.problem import Options, Problem, make_problem
+from tilewise.engines import packed_call
 from tilewise.engines.operator_plans import plan_of
-from tilewise.engines.packed_call import packed
+from tilewise.engines.packed_call import PackedCall, packed
 from tilewise.engines.torch_op import arguments
 
 LENGTH, DIM = 8, 16
@@ -40,7 +41,7 @@ def asked(
 
 
 def plan(problem: Problem) -> Any:
-    return plan_of(*packed(arguments("blocked", problem)))  # an engine that makes a new plan every time it is asked
+    return plan_of(PackedCall(packed(arguments("blocked", problem))))  # an engine that makes a new plan every time it is asked
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +168,20 @@ def test_the_operator_follows_what_tensors_hold(engine: str) -> None:
         torch.testing.assert_close(found, tw.attention(q, k, v, mask=mask, score=score, backend="reference"))
         ids.copy_(torch.arange(300) // (20 + 30 * step))
         table.copy_(torch.randn(300))
+
+
+@pytest.mark.parametrize("name", ["Parameter", "map"])
+def test_a_call_is_unpacked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no plan is kept, one is made of the problem that is computed. Of a given map that costs a GPU's time."""
+    limits = Parameter(torch.arange(40), requires_grad=False)
+    given = tw.tile_map(masks.causal, q_len=40, kv_len=40, tile=(16, 8))
+    q = torch.randn(1, 2, 40, 8)
+    mask = given if name == "map" else lambda b, h, q, kv: limits[q] >= kv
+    problem, _ = make_problem(q, q, q, mask, None, Options())
+    count, original = [], packed_call.unpacked
+    monkeypatch.setattr(packed_call, "unpacked", lambda *given: count.append(1) or original(*given))
+    given_arguments = packed(arguments("cpp", problem))
+    out, lse, _ = torch.ops.tilewise.attention_forward(*given_arguments)
+    torch.ops.tilewise.attention_backward(*given_arguments, out, lse, out, None, [])
+    torch.testing.assert_close(out, tw.attention(q, q, q, mask=masks.causal, backend="reference"))
+    assert len(count) == 2

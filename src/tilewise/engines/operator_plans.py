@@ -20,20 +20,19 @@ from tilewise.core.map_cache import maps
 from tilewise.core.plan import Plan
 from tilewise.core.tf32 import allows_tf32
 from tilewise.core.weak_cache import WeakCache
-from tilewise.engines.packed_call import frame_of, unpacked
+from tilewise.engines.packed_call import PackedCall
 
 MAX_PLANS = 512
 _plans: WeakCache[Plan] = WeakCache(MAX_PLANS)
 maps.on_clear.append(_plans.clear)  # plans hold what was made for maps
 
 
-def plan_of(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], recipe: str, ints: list[int]) -> Plan:
+def plan_of(call: PackedCall) -> Plan:
     """The plan of a call, made now or for an earlier one."""
-    frame = frame_of(recipe)
-    counts = frame.recipe
+    (query, key, value, others, recipe, ints), counts = call.arguments, call.frame.recipe
     watched = others[: counts.mask_captures]
     if counts.tiles or (watched and any([type(t) is Parameter or t.is_inference() for t in watched])):
-        return _made(query, key, value, others, recipe, ints)
+        return call.frame.engine.plan(call.problem)
     known: tuple[Any, ...] = (
         recipe,
         query.device,
@@ -44,19 +43,14 @@ def plan_of(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], rec
         _layout(key),
         _layout(value),
     )
-    if not frame.is_complete:
+    if not call.frame.is_complete:
         captures = counts.mask_captures + counts.score_captures
         known += (tuple(ints), tuple([_place(t) for t in others[:captures]]), tuple([_layout(t) for t in others[captures:]]))
     found = _plans.find(known, watched)
     if found is None:
-        found = _made(query, key, value, others, recipe, ints)
+        found = call.frame.engine.plan(call.problem)
         _plans.keep(known, watched, found)
     return found
-
-
-def _made(*call: Any) -> Plan:
-    engine, problem = unpacked(*call)
-    return engine.plan(problem)
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:

@@ -112,6 +112,22 @@ def unpacked(query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], re
     return engine, problem.replaced(query=query, key=key, value=value, mask=mask, tiles=tiles, score=score, sinks=sinks, seed=seed)
 
 
+class PackedCall:
+    """The arguments of a pass, and the problem that they are, which is put together once, and for some calls never."""
+
+    __slots__ = ("_problem", "arguments", "frame")
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments, self.frame = arguments, frame_of(arguments[4])
+        self._problem: Problem | None = None
+
+    @property
+    def problem(self) -> Problem:
+        if self._problem is None:
+            _, self._problem = unpacked(*self.arguments)
+        return self._problem
+
+
 def _tiles(tensors: tuple[Tensor, ...], numbers: tuple[int, ...], mask: BoundProgram | None) -> TileMap:
     batch, heads, q_len, kv_len, tile_q, tile_kv, given, most, sharpens = numbers
     geometry = Geometry(batch, heads, q_len, kv_len, (tile_q, tile_kv))

@@ -17,7 +17,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, like_query
 from tilewise.engines.operator_plans import plan_of
-from tilewise.engines.packed_call import PACKED, PACKED_COUNT, Frame, frame_of, packed, unpacked
+from tilewise.engines.packed_call import PACKED, PACKED_COUNT, Frame, PackedCall, frame_of, packed, unpacked
 from tilewise.errors import BackendError
 from tilewise.lang import BoundProgram
 
@@ -85,28 +85,29 @@ Found = tuple[Tensor, Tensor, list[Tensor]]  # the output, lse, and the rows' la
 
 def forward(*args: Any) -> Found:
     _refuse_gradient(args)
-    return _forward(args, None)
+    return _forward(PackedCall(args), None)
 
 
 def forward_in_graphs(*args: Any) -> Any:
     _refuse_gradient(args)
-    return frame_of(args[4]).engine.run_in_graphs(args[0].device, lambda: unpacked(*args)[1], lambda plan: _forward(args, plan))
+    call = PackedCall(args)
+    return call.frame.engine.run_in_graphs(args[0].device, lambda: call.problem, lambda plan: _forward(call, plan))
 
 
-def _forward(args: tuple[Any, ...], plan: Plan | None) -> Found:
-    frame = frame_of(args[4])
-    with _names_of(frame):
-        out, lse, max_score = _computed(frame, args, plan_of(*args) if plan is None else plan)
-    return out, lse, [max_score] if frame.recipe.max_scores else []
+def _forward(call: PackedCall, plan: Plan | None) -> Found:
+    with _names_of(call.frame):
+        out, lse, max_score = _computed(call, plan_of(call) if plan is None else plan)
+    return out, lse, [max_score] if call.frame.recipe.max_scores else []
 
 
-def _computed(frame: Frame, args: tuple[Any, ...], plan: Plan) -> Output:
+def _computed(call: PackedCall, plan: Plan) -> Output:
     """A call like an earlier one needs no whole problem."""
-    if not frame.recipe.tiles:  # then the mask's captures are all that it depends on
-        replayed = plan.replay(args[0], args[1], args[2], tuple(args[3][: frame.recipe.mask_captures]))
+    (query, key, value, others, *_), recipe = call.arguments, call.frame.recipe
+    if not recipe.tiles:  # then the mask's captures are all that it depends on
+        replayed = plan.replay(query, key, value, tuple(others[: recipe.mask_captures]))
         if replayed is not None:
             return replayed
-    return run_forward_of(frame.engine, unpacked(*args)[1], plan)
+    return run_forward_of(call.frame.engine, call.problem, plan)
 
 
 def _names_of(frame: Frame) -> AbstractContextManager[Any]:
@@ -153,18 +154,18 @@ Gradient = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and valu
 
 
 def backward(*args: Any) -> Gradient:
-    return _backward(args[:PACKED_COUNT], None, *args[PACKED_COUNT:])
+    return _backward(PackedCall(args[:PACKED_COUNT]), None, *args[PACKED_COUNT:])
 
 
 def backward_in_graphs(*args: Any) -> Any:
-    call, others = args[:PACKED_COUNT], args[PACKED_COUNT:]
-    return frame_of(args[4]).engine.run_in_graphs(args[0].device, lambda: unpacked(*call)[1], lambda plan: _backward(call, plan, *others))
+    call, others = PackedCall(args[:PACKED_COUNT]), args[PACKED_COUNT:]
+    return call.frame.engine.run_in_graphs(args[0].device, lambda: call.problem, lambda plan: _backward(call, plan, *others))
 
 
-def _backward(call: tuple[Any, ...], plan: Plan | None, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]) -> Gradient:
-    engine, problem = unpacked(*call)
-    with _names_of(frame_of(call[4])), without_autocast(problem.device):
-        found = engine.backward(problem, plan_of(*call) if plan is None else plan, Output(out, lse, lse), grad_out, grad_lse, frozenset(wanted))
+def _backward(call: PackedCall, plan: Plan | None, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]) -> Gradient:
+    problem, output = call.problem, Output(out, lse, lse)
+    with _names_of(call.frame), without_autocast(problem.device):
+        found = call.frame.engine.backward(problem, plan_of(call) if plan is None else plan, output, grad_out, grad_lse, frozenset(wanted))
     others = [found.captures[k].contiguous() for k in wanted]
     if found.sinks is not None:
         others.append(found.sinks)

@@ -33,5 +33,5 @@ def allow_a_mode() -> None:
 
 
 ALLOWS = "unsafe_allow_externally_visible_side_effects"
-for _function in (allow_changes, allow_a_mode):  # what torch.compiler.assume_constant_result does, which would import Dynamo with tilewise
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any
+for _function in (allow_changes, allow_a_mode):
+    _function.__dict__["_dynamo_marked_constant"] = True  # what torch.compiler.assume_constant_result does, which would import Dynamo with tilewise
