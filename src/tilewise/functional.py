@@ -15,7 +15,7 @@ from tilewise.frontend import mask_tensors
 from tilewise.frontend.dispatch import TAKES_DENSE_MASK, TAKES_MASKS, attention_backend, requested_backend
 from tilewise.frontend.interception import Interception
 from tilewise.frontend.shared_sequence import scopes
-from tilewise.masks import causal, causal_lower_right
+from tilewise.masks.sequence import is_causal_bias, of_causal_bias
 from tilewise.memory import check_dense
 
 __all__ = ["intercept_sdpa", "scaled_dot_product_attention", "sdpa_kernel"]
@@ -95,11 +95,10 @@ def _four_dimensional(t: Tensor) -> Tensor:
 
 def _mask(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> Any:
     """torch's masks: a tensor is read from the right, (..., queries, keys); a CausalBias says which corner it aligns to."""
-    if isinstance(mask, Tensor) and hasattr(mask, "variant"):
+    if is_causal_bias(mask):
         if is_causal:
             raise InputError("CausalBias should not be used with causal=True: it says itself to which corner it aligns")
-        lower_right = mask.variant.name == "LOWER_RIGHT"
-        return causal_lower_right(query.shape[-2], key.shape[-2]) if lower_right else causal
+        return of_causal_bias(mask)
     if not isinstance(mask, Tensor):
         return mask
     check_dense(mask, "attn_mask")

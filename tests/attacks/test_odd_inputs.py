@@ -12,7 +12,7 @@ import tilewise as tw
 from tilewise import masks, scores
 from tilewise.core import problem
 from tilewise.distributed import run
-from tilewise.errors import TilewiseError
+from tilewise.errors import InputError, TilewiseError
 from tilewise.flex import flex_attention
 from tilewise.frontend.dispatch import observers
 from tilewise.functional import scaled_dot_product_attention
@@ -224,3 +224,34 @@ def test_tensors_whose_memory_was_freed(make: Callable[[torch.Tensor], Any]) -> 
     for again in (score, make(rates)):
         with pytest.raises(tw.InputError, match="it was freed"):
             tw.attention(X, X, X, score=again)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [(100, 300), (300, 100), (77, 77)])
+@pytest.mark.parametrize("corner", ["causal_upper_left", "causal_lower_right"])
+def test_torchs_causal_bias_is_a_mask_everywhere(corner: str, lengths: tuple[int, int], heads: int) -> None:
+    """It is a tensor whose memory was never written."""
+    from torch.nn.attention import bias
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, heads, n, 16) for n in lengths)
+    mask = getattr(bias, corner)(*lengths)
+    wanted = tw.attention(q, k, k, mask=masks.causal if corner == "causal_upper_left" else masks.causal_lower_right(*lengths), backend="reference")
+    found = [
+        tw.attention(q, k, k, mask=mask),
+        tw.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask),
+        tw.flex.flex_attention(q, k, k, block_mask=mask),
+    ]
+    for out in found:
+        torch.testing.assert_close(out, wanted)
+    both = masks.causal if corner == "causal_upper_left" else masks.causal_lower_right(*lengths) & masks.causal
+    torch.testing.assert_close(tw.attention(q, k, k, mask=mask, is_causal=True), tw.attention(q, k, k, mask=both, backend="reference"))
+    assert "causal" in str(tw.explain(q, k, k, mask=mask))
+
+
+def test_a_causal_bias_of_other_lengths_is_an_error() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    q = torch.randn(1, 2, 20, 8)
+    with pytest.raises(InputError, match="is made for 10 queries"):
+        tw.attention(q, q, q, mask=causal_lower_right(10, 20))

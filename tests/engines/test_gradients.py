@@ -168,3 +168,29 @@ def test_a_training_step_saves_what_its_backward_reads(return_lse: bool) -> None
     losses = [sum(t.square().sum() for t in (output if return_lse else (output,))) for output in (found, wanted)]
     for one, other in zip(*[torch.autograd.grad(loss, (query, key, value)) for loss in losses], strict=True):
         torch.testing.assert_close(one, other)
+
+
+LEARNED: dict[str, Callable[[Tensor, Tensor], dict[str, Any]]] = {
+    "table and sinks": lambda table, sinks: {"score": [scores.relative_bias(table), scores.sinks(sinks)]},
+    "function": lambda table, sinks: {"score": lambda s, b, h, q, kv: s + table[h, 0] * sinks[h], "is_causal": True},
+    "additive mask": lambda table, sinks: {"mask": (table[:, :1] + sinks[:, None])[None, :, :, None]},
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpp", "blocked", "reference"])
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)], ids=["batch", "queries", "keys", "all"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_where_no_query_meets_a_key_gradients_are_0(name: str, sizes: tuple[int, int, int], backend: str) -> None:
+    """Not None: a rank of DistributedDataParallel that has no tokens would leave the others waiting for it."""
+    batch, queries, keys = sizes
+    table, sinks = torch.randn(2, 7, requires_grad=True), torch.randn(2, requires_grad=True)
+    query, key = torch.randn(batch, 2, queries, 8, requires_grad=True), torch.randn(batch, 2, keys, 8, requires_grad=True)
+    out = tw.attention(query, key, key, backend=backend, **LEARNED[name](table, sinks))
+    for t, gradient in zip((table, sinks, query, key), torch.autograd.grad(out.sum(), (table, sinks, query, key)), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(t))
+
+
+def test_where_no_query_meets_a_key_tensors_may_be_empty() -> None:
+    query, ids, table = torch.randn(1, 2, 0, 8, requires_grad=True), torch.zeros(0, dtype=torch.int64), torch.zeros(2, 0, requires_grad=True)
+    mask, score = lambda b, h, q, kv: ids[q] == ids[kv], lambda s, b, h, q, kv: s + table[h, q]
+    assert tw.attention(query, query, query, mask=mask, score=score).shape == query.shape

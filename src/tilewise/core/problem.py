@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tilewise.core.pages import Pages, gathered
 from tilewise.core.places import Places
-from tilewise.errors import InputError
+from tilewise.errors import InputError, TraceError
 from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, causal
 from tilewise.masks.expressions import broadcast_load
+from tilewise.masks.sequence import is_causal_bias, of_causal_bias
 from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named, is_whole
 from tilewise.scores import Score, ScoreFunction, Sinks, as_scores
@@ -247,9 +248,12 @@ def make_problem(
         key, value = broadcast_batch(query, key, value)
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2] if pages is None else pages.capacity)
     dense, mask = (mask.tensor, None) if isinstance(mask, DenseMask) else (None, mask)
-    if any([equal(size, 0) for size in extent]):  # no query meets a key: nothing for a mask or score to decide, and tensors they load from may be empty
-        mask, score = None, [s for s in as_scores(score) if isinstance(s, Sinks)]
-    check_sizes([mask, *as_scores(score)], extent)
+    if is_causal_bias(mask):
+        mask = of_causal_bias(mask)
+    if any([equal(size, 0) for size in extent]):
+        mask, score = _learned(mask, score, query.device)
+    else:
+        check_sizes([mask, *as_scores(score)], extent)
     reading = read_mask(mask, extent, query.device)
     call, name = reading.call, reading.name
     if options.is_causal:
@@ -421,6 +425,21 @@ def broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 # -- masks, scores, dropout ------------------------------------------------------------------------------------------
+
+
+def _learned(mask: Any, score: Any, device: torch.device) -> tuple[Any, list[ScoreFunction]]:
+    """What is left of mask and score where no query meets a key: tensors that learn, whose gradients are 0. There is nothing to decide, and tensors that others
+    load from may be empty."""
+    bias = mask if isinstance(mask, Tensor) and mask.requires_grad else None
+    return bias, [s for s in as_scores(score) if isinstance(s, Sinks) or _learns(s, device)]
+
+
+def _learns(score: ScoreFunction, device: torch.device) -> bool:
+    try:
+        captures = trace_score((score,), torch.float32, device).captures
+    except TraceError:  # a tensor without elements, say
+        return False
+    return any([t.requires_grad and t.numel() > 0 for t in captures])
 
 
 def _with_causal(mask: Any, call: BoundProgram | None, tiles: TileMap | None, name: str, device: torch.device) -> tuple[BoundProgram, str]:

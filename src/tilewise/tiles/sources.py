@@ -9,6 +9,7 @@ from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.masks import Grid, Mask
 from tilewise.masks.expressions import broadcast_load
+from tilewise.masks.sequence import is_causal_bias, of_causal_bias
 from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.sizes import broadcasts
 from tilewise.tiles.chosen import MOST_TILES, ChosenTiles, mark, nothing_chosen, tiles_of
@@ -40,6 +41,8 @@ def read_mask(mask: Any, extent: Extent, device: Any) -> MaskReading:
     """A function, a Mask, a TileMap, torch's BlockMask, or a boolean or additive tensor."""
     if hasattr(mask, "as_mask"):  # tilewise.flex.BlockMask
         mask = mask.as_mask()
+    if is_causal_bias(mask):
+        mask = of_causal_bias(mask)
     if mask is None:
         return MaskReading()
     if isinstance(mask, TileMap):
