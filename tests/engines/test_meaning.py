@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tests.support.cases import CASES, LAYOUTS, STRIDES, Case, make, shape_in
+from tests.support.cases import CASES, LAYOUTS, STRIDES, Case, function, make, shape_in
 from tests.support.error_rule import check
 from tilewise import masks, scores
 
@@ -185,3 +185,35 @@ def test_a_sink_of_minus_infinity_is_no_sink(engine: str) -> None:
     torch.testing.assert_close(out, tw.attention(q, q, q, mask=lambda b, h, i, j: i < 3, backend=engine))
     (grad,) = torch.autograd.grad(out.sum(), logits)
     assert torch.equal(grad, torch.zeros(2))
+
+
+FAR_FROM_ORDINARY = [
+    Case("head dim 1024", head_dim=1024, batch=1, heads=2, q_len=70),
+    Case("V dim 1000", head_dim=24, v_dim=1000, batch=1, heads=2, q_len=40, mask=function(masks.causal)),
+    Case(
+        "head dim 600, decoding",
+        head_dim=600,
+        v_dim=1024,
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        q_len=1,
+        kv_len=1500,
+        mask=function(lambda b, h, q, kv: (kv > 600) | (b > 0)),
+    ),
+]
+
+
+@pytest.mark.parametrize("engine", ["auto", "blocked", "reference"])
+@pytest.mark.parametrize("case", FAR_FROM_ORDINARY, ids=str)
+def test_head_dims_above_those_of_kernels(case: Case, engine: str) -> None:
+    """Autoencoders of images and videos have one head, as wide as their channels."""
+    for dtype in (torch.float32, torch.bfloat16):
+        check(case, engine, "cpu", dtype)
+
+
+def test_a_model_with_head_dims_above_512_can_be_intercepted() -> None:
+    q = torch.randn(1, 1, 64, 1024)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    with tw.intercept_sdpa():
+        torch.testing.assert_close(torch.nn.functional.scaled_dot_product_attention(q, q, q), wanted)

@@ -16,6 +16,7 @@ from tilewise.tiles import dense_capture
 # From so many on, the C++ engine takes no more time for float32 than SDPA on a CPU, with AVX2 (with AVX-512 from fewer on): forward alone; with gradients,
 # which cost a fixed time more, of heads up to NARROW, and of wider ones.
 FUSED_QUERIES, TRAINED_QUERIES, TRAINED_WIDE_QUERIES, FUSED_KEYS, NARROW = 64, 192, 320, 64, 64
+CUDNN_HEAD_DIM = 512  # above what cuDNN takes; in torch 2.11 that is 256
 SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, even if the name in torch.nn.functional was monkeypatched
 
 
@@ -47,6 +48,8 @@ class SdpaPlan(Plan):
 def _may_reach_cudnn(problem: Problem) -> bool:
     """cuDNN's kernels take float16 and bfloat16, on compute capability 8 and newer (engines/fa2.py names the source)."""
     if problem.device.type != "cuda" or problem.dtype.itemsize != 2 or torch.version.cuda is None:
+        return False
+    if max(problem.head_dim, problem.v_dim) > CUDNN_HEAD_DIM:
         return False
     return torch.cuda.get_device_capability(problem.device) >= (8, 0)
 

@@ -15,6 +15,8 @@ from tilewise.engines.cpp.compiler import CompilerError
 from tilewise.engines.cpp.tile_size import KEYS, LANES
 from tilewise.engines.dropout import refuse_scattered
 
+LARGEST_HEAD_DIM = 512  # products of wider heads lose digits: they are summed up one term after the other
+
 
 class CppEngine(Engine):
     name = "cpp"
@@ -25,6 +27,8 @@ class CppEngine(Engine):
     def refuse(self, problem: Problem) -> str | None:
         if problem.device.type != "cpu":
             return f"it runs on CPUs, got tensors on {problem.device}"
+        if max(problem.head_dim, problem.v_dim) > LARGEST_HEAD_DIM:
+            return f"it needs head dims up to {LARGEST_HEAD_DIM}, got {problem.head_dim} and {problem.v_dim}"
         return refuse_scattered(problem) or missing()
 
     def tile(self, problem: Problem) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from tilewise.engines.gpu.engine import GpuEngine, PassModule
 from tilewise.engines.gpu.limits import NO_TRITON, cannot_launch, interpreted, rows_too_far_apart, shared_memory
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD_DIM = 512
 MIN_TILE = 16  # rows or keys that tl.dot needs
 WIDE_HEAD, WIDE_HEAD_SHARED_MEMORY = 256, 145 * 1024  # float32 gradients of wider heads take so many bytes of shared memory, in the smallest tiles
 OLDEST_GPU = (8, 0)
@@ -43,6 +44,8 @@ class TritonEngine(GpuEngine):
                 return wide
         if problem.dtype not in DTYPES:
             return f"it computes in float16, bfloat16 and float32, got {problem.dtype}"
+        if max(problem.head_dim, problem.v_dim) > LARGEST_HEAD_DIM:
+            return f"it needs head dims up to {LARGEST_HEAD_DIM}, got {problem.head_dim} and {problem.v_dim}"
         far = rows_too_far_apart(problem)
         if far is not None:
             return far
