@@ -160,8 +160,9 @@ def t5_buckets(count: int, max_distance: int, bidirectional: bool) -> Tensor:
 @named
 def bias(tensor: Tensor) -> Score:
     """score + tensor, broadcast from the right over (b, h, q, kv) as torch broadcasts."""
-    if not 1 <= tensor.dim() <= 4 or not tensor.is_floating_point():
-        raise InputError(f"bias takes a float tensor that broadcasts to (B, H, Sq, Skv), got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if not isinstance(tensor, Tensor) or not 1 <= tensor.dim() <= 4 or not tensor.is_floating_point():
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise InputError(f"bias takes a float tensor that broadcasts to (B, H, Sq, Skv), got {given}")
     load = broadcast_load(tensor)
     axes = zip(("b", "h", "q", "kv")[4 - tensor.dim() :], tensor.shape, strict=True)
     known = tuple([Covers("bias", axis, size) for axis, size in axes if size != 1])

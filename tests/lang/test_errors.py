@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tilewise as tw
 from tilewise import masks, scores
-from tilewise.errors import TraceError
+from tilewise.errors import InputError, TraceError
 from tilewise.lang import trace_mask, trace_score
 
 TABLE = torch.arange(12).view(3, 4)
@@ -350,3 +351,25 @@ def test_the_functions_own_errors_are_left_alone() -> None:
 def test_a_refusal_is_also_a_type_error() -> None:
     with pytest.raises(TypeError):
         trace_score((branches,))
+
+
+ARRAY = np.arange(8)
+SLIPS: dict[str, tuple[dict[str, Any], str]] = {
+    "a numpy array is indexed": ({"mask": lambda b, h, q, kv: ARRAY[q] == ARRAY[kv]}, r"torch\.from_numpy makes a tensor of it"),
+    "a module is given for its score": ({"score": tw.nn.RelativeBias(2, 3)}, "call it, and pass what it returns"),
+    "a module among scores": ({"score": [tw.nn.Sinks(2)]}, "call it, and pass what it returns"),
+    "a tensor is given for a score": ({"score": torch.zeros(8, 8)}, r"scores\.bias\(tensor\) adds one"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_slips_of_a_call_say_what_to_do(name: str) -> None:
+    options, message = SLIPS[name]
+    q = torch.randn(1, 2, 8, 8)
+    with pytest.raises(TraceError, match=message):
+        tw.attention(q, q, q, **options)
+
+
+def test_a_bias_of_nothing() -> None:
+    with pytest.raises(InputError, match="got NoneType"):
+        tw.scores.bias(None)  # type: ignore[arg-type]  # the slip

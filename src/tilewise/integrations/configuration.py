@@ -131,7 +131,8 @@ def mechanism_of(config: Mapping[str, Any] | str | PathLike[str]) -> str:
         raise InputError(f"{source} does not name an {KEY!r}; allowed are {', '.join(names())}")
     asked = config[KEY]
     if not isinstance(asked, str) or asked not in names():
-        raise BackendError(f"unknown {KEY} {asked!r} (from {source}); allowed are {', '.join(names())}")
+        hint = "; 'auto' is tilewise's own choice" if asked == "tilewise" else ""
+        raise BackendError(f"unknown {KEY} {asked!r} (from {source}); allowed are {', '.join(names())}{hint}")
     return asked
 
 

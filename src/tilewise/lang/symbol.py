@@ -105,6 +105,9 @@ class Traced:
     def __index__(self) -> int:
         raise refuse("a Python list, range() or slice needs one concrete index; put the values in a tensor and index that")
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise refuse("a numpy array is indexed by, or computed with, a value that differs for every (b, h, q, kv); torch.from_numpy makes a tensor of it")
+
     def __setitem__(self, index: Any, value: Any) -> None:
         raise refuse("a mask or score function must not change values in place; use torch.where")
 

@@ -133,13 +133,19 @@ def _writes(name: str) -> bool:
 
 _WRITERS = {getattr(torch.Tensor, name): name for name in dir(torch.Tensor) if _writes(name)}  # torch.compile tells functions apart, but not their names
 
+_MODULES = "tilewise.nn"
 _LIBRARY = ("tilewise.masks", "tilewise.scores")
 _METADATA = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point"}
 
 
 def _check_parameters(function: Callable[..., Any], count: int, kind: str, signature: str) -> None:
     if not callable(function):
-        raise TraceError(f"a {kind} must be a function of {signature}, got {type(function).__name__}")
+        hint = "; scores.bias(tensor) adds one to the scores" if kind == "score" and isinstance(function, torch.Tensor) else ""
+        raise TraceError(f"a {kind} must be a function of {signature}, got {type(function).__name__}{hint}")
+    if isinstance(function, torch.nn.Module) and type(function).__module__ == _MODULES:
+        raise TraceError(
+            f"a {kind} must be a function of {signature}, got the module {type(function).__name__}, which makes one: call it, and pass what it returns"
+        )
     try:
         parameters = inspect.signature(function)
     except (TypeError, ValueError):  # builtins without a signature: calling them will tell
