@@ -36,47 +36,46 @@ def main() -> None:
     if args.worker:
         serve(args)
         return
-    workers = {tree: Worker([*sys.argv[1:], "--worker"], tree) for tree in args.trees}
+    workers = [Worker([*sys.argv[1:], "--worker"], tree) for tree in args.trees]
     if args.fa3:
-        workers["FA3"] = Worker([*sys.argv[1:], "--worker"], args.trees[0], peer="FA3")
-    first = next(iter(workers.values()))
-    about, names = first.ask("about")
-    lines = [["forward / backward TFLOP/s", *workers], ["---"] * (len(workers) + 1)]
+        workers.append(Worker([*sys.argv[1:], "--worker"], args.trees[0], peer="FA3"))
+    about, names = workers[0].ask("about")
+    lines = [["forward / backward TFLOP/s", *[worker.name for worker in workers]], ["---"] * (len(workers) + 1)]
     for name in names:
         if any(re.search(pattern, name) for pattern in args.rows):
             lines.append([name, *compared(name, workers, args.turns)])
             print("  ".join(lines[-1]), flush=True)
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    if args.save:
-        text = f"# Checkouts beside each other: {args.save}\n\n{about}\n\n`python {' '.join(sys.argv)}`\n\n{table}\n"
-        (RESULTS / f"{args.save}.md").write_text(text)
-    for worker in workers.values():
+            if args.save:
+                table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+                text = f"# Checkouts beside each other: {args.save}\n\n{about}\n\n`python {' '.join(sys.argv)}`\n\n{table}\n"
+                (RESULTS / f"{args.save}.md").write_text(text)
+    for worker in workers:
         worker.process.kill()
 
 
-def compared(name: str, workers: "dict[str, Worker]", turns: int) -> list[str]:
-    """A cell for every worker."""
-    passes = {who: worker.ask("prepare", name) for who, worker in workers.items()}
-    times: dict[str, list[list[float]]] = {who: [[] for _ in found] for who, found in passes.items()}
-    order = [who for who, found in passes.items() if found]
+def compared(name: str, workers: "list[Worker]", turns: int) -> list[str]:
+    """A cell for every worker; "-" where it does not run the row."""
+    passes = [worker.ask("prepare", name) for worker in workers]
+    times: list[list[list[float]]] = [[[] for _ in found] for found in passes]
+    order = [who for who, found in enumerate(passes) if found]
+    if not order:
+        return ["-"] * len(workers)
     for turn in range(turns):
         for who in [*order[turn % len(order) :], *order[: turn % len(order)]]:
             for k in range(len(passes[who])):
                 times[who][k].append(workers[who].ask("time", k))
     rates = {who: [flops / statistics.median(times[who][k]) / 1e9 for k, flops in enumerate(passes[who])] for who in order}
     base = rates[order[0]]
-    cells = []
-    for who in workers:
-        found = [f"{rate:.0f} ({rate / other:.3f})" for rate, other in zip(rates.get(who, []), base, strict=False)]
-        cells.append(" / ".join(found) or "-")
-    return cells
+    cells = [[f"{rate:.0f} ({rate / other:.3f})" for rate, other in zip(rates.get(who, []), base, strict=False)] for who in range(len(workers))]
+    return [" / ".join(cell) or "-" for cell in cells]
 
 
 class Worker:
     """A process that measures one checkout, on demand."""
 
     def __init__(self, arguments: list[str], tree: str, peer: str = "") -> None:
-        folder, _, setting = tree.partition("@")
+        self.name = peer or tree
+        folder, _, setting = tree.rpartition("@") if "=" in tree.rpartition("@")[2] else (tree, "", "")
         own = dict([setting.split("=", 1)]) if setting else {}
         env = os.environ | own | {"PYTHONPATH": str(Path(folder).resolve() / "src"), "BESIDE_PEER": peer}
         command = [sys.executable, __file__, *arguments]
@@ -139,9 +138,13 @@ def serve(args: argparse.Namespace) -> None:
         if is_flash and name not in dense and name not in WINDOWS:
             return []
         peers: list[Peer] = flash_peers(args, mask is not None, WINDOWS.get(name, -1)) if is_flash else ours(args, mask, score)
-        jobs[:] = measure(peers[0], inputs, backward=True)
-        for job in jobs:
-            job()
+        try:
+            jobs[:] = measure(peers[0], inputs, backward=True)
+            for job in jobs:
+                job()
+        except tilewise.BackendError as error:  # this engine does not serve it
+            print(f"{name}: {error}", file=sys.stderr)
+            return []
         return [flops, 2.5 * flops]
 
     for line in sys.stdin:

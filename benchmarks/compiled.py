@@ -115,7 +115,7 @@ def section(mode: str | None, trains: bool, quick: bool, profile: bool) -> str:
 
 
 def show_profile(call: Callable[[], None]) -> None:
-    """The functions that take most of the host's time by themselves, Python's and C's."""
+    """The functions that take most of the host's time by themselves, Python's and C's; on a GPU, of forwards alone: backwards run in a thread of autograd's."""
     watch = cProfile.Profile()
     watch.enable()
     for _ in range(PROFILED):

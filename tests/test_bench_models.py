@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -397,3 +398,16 @@ def test_rows_are_chosen_and_measured(models: Any, monkeypatch: pytest.MonkeyPat
     models.main()
     assert asked == [[Job("llama", STEP, ["sdpa"]), Job("wan", STEP, ["native"])]]
     assert "0.80" in capsys.readouterr().out and "0.80" in models.REPORT.read_text()
+
+
+def test_the_page_has_the_saved_results(models: Any) -> None:
+    """Every row of the tables that --readme prints stands in docs/performance.md, but for the words of what died."""
+    root = Path(__file__).parent.parent
+    page = {cells_of(line) for line in (root / "docs" / "performance.md").read_text().splitlines()}
+    printed = [line for line in models.readme(json.loads((root / "benchmarks" / "results" / "models.json").read_text())).splitlines() if line.startswith("| ")]
+    assert len(printed) > 30
+    assert [line for line in printed if cells_of(line) not in page] == []
+
+
+def cells_of(line: str) -> tuple[str, ...]:
+    return tuple([re.sub("^died: .*", "died", cell.strip()) for cell in line.split("|")])

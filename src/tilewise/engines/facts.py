@@ -44,11 +44,12 @@ class Facts:
         return self.within(k, -INT32, INT32)
 
     def is_at_least(self, k: int, low: int) -> bool:
+        """Whether value k is never below a number."""
         return self.ask((_is_at_least, k, low))
 
-    def is_at_most(self, a: int, b: int) -> bool:
-        """Whether value a never exceeds value b."""
-        return self.ask((_is_at_most, a, b))
+    def never_exceeds(self, a: int, b: int) -> bool:
+        """Whether value a is at most value b."""
+        return self.ask((_never_exceeds, a, b))
 
     def product_is_below(self, a: int, b: int, limit: int) -> bool:
         return self.ask((_product_is_below, a, b, limit))
@@ -73,7 +74,7 @@ def _is_at_least(facts: Facts, k: int, low: int) -> bool:
     return facts._ranges[k].lowest >= low
 
 
-def _is_at_most(facts: Facts, a: int, b: int) -> bool:
+def _never_exceeds(facts: Facts, a: int, b: int) -> bool:
     return facts._ranges[a].highest <= facts._ranges[b].lowest
 
 

@@ -388,5 +388,6 @@ def _check_packing(kwargs: dict[str, Any], mask: Any) -> None:
     if mask is None or (isinstance(mask, Mask) and not mask.traced().captures):  # a mask that separates sequences captures their ids
         raise InputError(
             f"cu_seq_lens_q describes {offsets.numel() - 1} packed sequences, but the mask keeps none of them apart: "
-            "pass position_ids that start again at each sequence, no attention_mask, and use_cache=False (with a cache, transformers does not look at position_ids)"
+            "pass position_ids that start again at each sequence, no attention_mask, and use_cache=False "
+            "(with a cache, transformers does not look at position_ids)"
         )

@@ -1,7 +1,7 @@
 """Masks that are a band along the diagonal: causal ones, windows, both shifted by any number.
 
 A kernel that knows the band finds its key tiles by arithmetic, and compares indices where the band's edge cuts a tile: it reads neither a tile schedule
-nor mask bits.
+nor mask bits. Whoever needs a tile map has it by arithmetic, too (tiles/bands.py).
 """
 
 from typing import NamedTuple

@@ -138,14 +138,13 @@ _LIBRARY = ("tilewise.masks", "tilewise.scores")
 _METADATA = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point"}
 
 
-def _check_parameters(function: Callable[..., Any], count: int, kind: str, signature: str) -> None:
+def _check_parameters(function: Any, count: int, kind: str, signature: str) -> None:
     if not callable(function):
         hint = "; scores.bias(tensor) adds one to the scores" if kind == "score" and isinstance(function, torch.Tensor) else ""
         raise TraceError(f"a {kind} must be a function of {signature}, got {type(function).__name__}{hint}")
     if isinstance(function, torch.nn.Module) and type(function).__module__ == _MODULES:
-        raise TraceError(
-            f"a {kind} must be a function of {signature}, got the module {type(function).__name__}, which makes one: call it, and pass what it returns"
-        )
+        made = f"the module {type(function).__name__}, which makes one: call it, and pass what it returns"
+        raise TraceError(f"a {kind} must be a function of {signature}, got {made}")
     try:
         parameters = inspect.signature(function)
     except (TypeError, ValueError):  # builtins without a signature: calling them will tell

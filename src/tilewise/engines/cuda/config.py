@@ -64,7 +64,7 @@ class ForwardConfig:
     def fits(self, kept: int) -> bool:
         """kept: registers that a score keeps from one column to the next."""
         most = REGISTERS_DROPOUT if self.dropout else REGISTERS_SCORED if self.scored else REGISTERS
-        return self.shared <= shared_memory(90) and (self.registers + kept <= most or self.warpgroups == 3)
+        return self.shared <= shared_memory(90) and self.registers + kept <= most
 
     @property
     def repairs(self) -> bool:

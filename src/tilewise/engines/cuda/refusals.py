@@ -25,7 +25,7 @@ def refuse_problem(p: Problem) -> str | None:
 
 def faster_elsewhere(p: Problem) -> str | None:
     """Why the Gluon engine should serve a problem. Measured on an H200: ALiBi with maxima in every step 591 TFLOP/s there and 569 here
-    (benchmarks/results/gpu/bands.md); without them it should be faster here (docs/kernels/hopper_trials.md)."""
+    (benchmarks/results/gpu/bands.md); without them 590 there and 658 here (masks_flash.md beside it)."""
     if p.score is None or inner_score(p) is None or not is_plain_arithmetic(p.score.program):  # a scale costs nothing
         return None
     return None if keeps_range(p, band_for(p)) else "a score of plain arithmetic, as ALiBi, is computed faster by 'gluon' but under causal masks and windows"

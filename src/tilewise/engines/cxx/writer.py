@@ -141,7 +141,7 @@ class CxxWriter(ProgramWriter):
         """Which of two integers is the lesser or the greater, if their ranges tell."""
         if name not in EXTREMES:
             return None
-        lesser = next((a for a, b in (args, args[::-1]) if self.facts.is_at_most(a, b)), None)
+        lesser = next((a for a, b in (args, args[::-1]) if self.facts.never_exceeds(a, b)), None)
         return lesser if lesser is None or EXTREMES[name] == "lesser" else args[args[0] == lesser]
 
     def _terms(self, k: int, sign: str, dtype: str) -> list[tuple[str, int]]:

@@ -481,7 +481,7 @@ struct Rows {
                 float now = fmaxf(shift[h], sink);
                 decay = exp2_of(shift[h] - now);
                 shift[h] = now;
-                total = total * decay + exp2_of(sink - (now - ROOM)) * exp2_of(-ROOM);  // now - ROOM is exact, and small where the sink is
+                total = total * decay + exp2_of(sink - (now - ROOM)) * exp2_of(-ROOM);  // ROOM goes apart: sink - now is near -ROOM, and loses digits
             }
             float nothing = unset && total == 0.0f ? -INF : QUIET_NAN;  // a sink may not be finite
             bool sound = total > 0.0f && total < INF;

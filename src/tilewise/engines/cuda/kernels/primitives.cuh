@@ -90,7 +90,7 @@ DEV float log2_of(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// base + log2 x, x > 0. Sums begin near 2^-64, so the two nearly cancel: the exponent, which is exact, goes first.
+// base + log2 x, of a normal x > 0. Sums begin near 2^-64, so the two nearly cancel: the exponent, which is exact, goes first.
 DEV float plus_log2(float base, float x) {
     u32 bits = __float_as_uint(x);
     return base + (float)((int)(bits >> 23) - 127) + log2_of(__uint_as_float((bits & 0x7fffff) | 0x3f800000));
