@@ -13,7 +13,8 @@ from tilewise.core.problem import Options, make_problem
 from tilewise.engines.codegen import layouts_of
 from tilewise.engines.cpp import missing, mods
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Writer, score_source
-from tilewise.engines.facts import Extents, Facts, Texts
+from tilewise.engines.cpp.texts import Texts
+from tilewise.engines.facts import Extents, Facts
 from tilewise.integrations.step_masks import Sight, mask_of
 from tilewise.lang import BoundProgram
 

@@ -1,19 +1,15 @@
 """What is known of a program's values over a whole problem, as answers to questions. Of lengths, integers and sizes of captures, generated text depends on
 nothing else.
-
-A decoding model has another length at every token, and nearly always the same answers, hence the same text: `Texts` finds it without writing it.
 """
 
-from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tilewise.lang import BoundProgram, Program
 from tilewise.lang.ranges import Range, ranges
 
 INT32 = 2**31 - 1  # integers up to here, either way, are emitted with 32 bits
 Question = tuple[Any, ...]  # what is asked, then which values
-Text = TypeVar("Text")
 
 
 class Extents(NamedTuple):
@@ -84,35 +80,3 @@ def _product_is_below(facts: Facts, a: int, b: int, limit: int) -> bool:
 
 def _is_inside(facts: Facts, k: int, slot: int, d: int) -> bool:
     return facts._ranges[k].within(0, facts._call.captures[slot].shape[d] - 1)
-
-
-class Texts(Generic[Text]):
-    """Texts by a key and the answers that they were written from. `key` covers all else that a text depends on.
-
-    Whoever writes asks the next question by what the answers before it were, so other facts are asked the same until an answer differs: questions and texts are
-    known by the path to them, a bit for each answer behind a leading 1.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._questions: dict[tuple[Hashable, int], Question] = {}
-        self._texts: dict[tuple[Hashable, int], Text] = {}
-
-    def find(self, key: Hashable, facts: Facts, write: Callable[[], Text]) -> Text:
-        """The text for these facts, of which nothing has been asked; `write` writes it from them, where there is none yet."""
-        path = 1
-        while (question := self._questions.get((key, path))) is not None:
-            path = 2 * path + facts.ask(question)
-        found = self._texts.get((key, path))
-        return self._written(key, facts, write) if found is None else found
-
-    def _written(self, key: Hashable, facts: Facts, write: Callable[[], Text]) -> Text:
-        text, path = write(), 1
-        if len(self._texts) >= self._most:
-            self._questions.clear()
-            self._texts.clear()
-        for question, answer in facts.asked.items():
-            self._questions[key, path] = question
-            path = 2 * path + answer
-        self._texts[key, path] = text
-        return text

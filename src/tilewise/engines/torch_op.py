@@ -96,18 +96,18 @@ def forward_in_graphs(*args: Any) -> Any:
 
 def _forward(call: PackedCall, plan: Plan | None) -> Found:
     with _names_of(call.frame):
-        out, lse, max_score = _computed(call, plan_of(call) if plan is None else plan)
+        out, lse, max_score = _replayed_or_anew(call, plan_of(call) if plan is None else plan)
     return out, lse, [max_score] if call.frame.recipe.max_scores else []
 
 
-def _computed(call: PackedCall, plan: Plan) -> Output:
+def _replayed_or_anew(call: PackedCall, plan: Plan) -> Output:
     """A call like an earlier one needs no whole problem."""
     (query, key, value, others, *_), recipe = call.arguments, call.frame.recipe
     if not recipe.tiles:  # then the mask's captures are all that it depends on
         replayed = plan.replay(query, key, value, tuple(others[: recipe.mask_captures]))
         if replayed is not None:
             return replayed
-    return run_forward_of(call.frame.engine, call.problem, plan)
+    return forward_anew(call.frame.engine, call.problem, plan)
 
 
 def _names_of(frame: Frame) -> AbstractContextManager[Any]:
@@ -127,11 +127,11 @@ def _refuse_gradient(args: tuple[Any, ...]) -> None:
 def forward_of(engine: Engine, problem: Problem, plan: Plan) -> Output:
     """The forward of an engine, laid out as the operator's is."""
     replayed = plan.replay(problem.query, problem.key, problem.value, problem.mask_sources)
-    return run_forward_of(engine, problem, plan) if replayed is None else replayed
+    return forward_anew(engine, problem, plan) if replayed is None else replayed
 
 
-def run_forward_of(engine: Engine, problem: Problem, plan: Plan) -> Output:
-    """The same, of a call that the plan does not know."""
+def forward_anew(engine: Engine, problem: Problem, plan: Plan) -> Output:
+    """The same without asking the plan for a replay."""
     if torch.is_autocast_enabled(problem.device.type):
         with without_autocast(problem.device):
             output = engine.forward(problem, plan)

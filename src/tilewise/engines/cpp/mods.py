@@ -14,7 +14,8 @@ from tilewise.engines.codegen import layouts_of
 from tilewise.engines.cpp.compiler import FOR_PROGRAMS
 from tilewise.engines.cpp.emit import BY_KEY, BY_QUERY, Axes, Writer, mask_source, score_source, slope_source
 from tilewise.engines.cpp.libraries import Unit, library_of
-from tilewise.engines.facts import Extents, Facts, Texts
+from tilewise.engines.cpp.texts import Texts
+from tilewise.engines.facts import Extents, Facts
 from tilewise.lang import BoundProgram, Program, derive
 
 MAX_UNITS = 4096
