@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.lang import Bounds, Interval, intervals, trace_mask
 from tilewise.lang.bounds import CaptureRanges
 from tilewise.lang.ops import OPS, infer
-from tilewise.lang.ranges import ranges
+from tilewise.lang.ranges import Ranges, ranges
 from tilewise.lang.types import DIMENSIONED, DTYPE_OF, INTEGER_RANGE, NUMBER, ZERO_DIM, Type
 
 WHOLE = [-(2**53) - 1, -(2**31) - 1, -1000, -8, -1, 0, 1, 2, 3, 7, 64, 255, 2**13, 2**31, 2**50, 2**53 + 1]
@@ -207,3 +207,24 @@ def test_ranges_over_a_whole_problem_look_into_no_capture() -> None:
     assert by_op["load"] == INTEGER_RANGE["i32"]
     assert by_op["float"] == (-float("inf"), float("inf"))
     assert by_op["or"] == (0, 1)
+
+
+NUMBER_OF_ITS_OWN = 2**40
+SUMMED: dict[str, Any] = {
+    "causal with an offset": lambda b, h, q, kv: q + 17 >= kv,
+    "negative": lambda b, h, q, kv: -(q - kv) + (b - h) >= -3,
+    "past float64": lambda b, h, q, kv: q + 2**53 - 1 >= kv + 2**53,
+    "past int64": lambda b, h, q, kv: (q + NUMBER_OF_ITS_OWN) * (kv + NUMBER_OF_ITS_OWN) - q >= 0,
+    "loads": lambda b, h, q, kv: IDS[q] + q >= IDS[kv] - 1,
+}
+IDS = torch.arange(50, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_ranges_of_sums_are_those_of_intervals(name: str) -> None:
+    """Indices, integers and their sums have a way of their own."""
+    call = trace_mask(SUMMED[name])
+    for lengths in ((1, 1), (0, 5), (100, 70_000), (2**31, 2**33), (2**53, 2**54)):
+        extents = {"b": 2, "h": 3, "q": lengths[0], "kv": lengths[1]}
+        one_by_one = Ranges(call.program, call, extents)
+        assert [one_by_one[k] for k in range(len(call.program.instructions))] == ranges(call.program, call, extents)

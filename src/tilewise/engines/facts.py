@@ -2,11 +2,10 @@
 nothing else.
 """
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from tilewise.lang import BoundProgram, Program
-from tilewise.lang.ranges import Range, ranges
+from tilewise.lang.ranges import Ranges
 
 INT32 = 2**31 - 1  # integers up to here, either way, are emitted with 32 bits
 Question = tuple[Any, ...]  # what is asked, then which values
@@ -25,12 +24,9 @@ class Facts:
     """Answers about the values of `program`, which runs with `call`'s arguments, and about its captures. What was asked is remembered, in order."""
 
     def __init__(self, program: Program, call: BoundProgram, extents: Extents) -> None:
-        self._program, self._call, self._extents = program, call, extents
+        self._call = call
+        self._ranges = Ranges(program, call, extents._asdict())
         self.asked: dict[Question, bool] = {}
-
-    @cached_property
-    def _ranges(self) -> list[Range]:
-        return ranges(self._program, self._call, self._extents._asdict())
 
     def within(self, k: int, low: int, high: int) -> bool:
         """Whether value k lies between these."""

@@ -110,10 +110,17 @@ def choose(problem: Problem, request: Request, *, ask_all: bool = False) -> Choi
     return Choice(chosen, tuple(verdicts))
 
 
-def candidates(backend: str) -> list[Engine]:
+def candidates(backend: str) -> tuple[Engine, ...]:
     """The engines a backend name stands for, in the order in which they are asked: one of that name, or all that serve the intent."""
-    named = [e for e in ENGINES if e.name == backend]
-    return named or sorted([e for e in ENGINES if backend in e.serves], key=lambda e: e.serves[backend])
+    return _candidates[backend]
+
+
+def _serving(intent: str) -> tuple[Engine, ...]:
+    return tuple(sorted([e for e in ENGINES if intent in e.serves], key=lambda e: e.serves[intent]))
+
+
+_candidates = {intent: _serving(intent) for intent in INTENTS}
+_candidates |= {e.name: (e,) for e in ENGINES}
 
 
 TAKES_DENSE_MASK = frozenset([name for name in names() if all([e.takes_dense_mask for e in candidates(name)])])
