@@ -22,12 +22,14 @@ def allow_changes(allowed: bool) -> bool:
 def allow_a_mode() -> None:
     """To enter a TorchFunctionMode that is left again: the first one counts as a change of the modes outside."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
+    from torch._dynamo.variables import torch_function
 
+    register = getattr(getattr(torch_function, "TorchFunctionModeStackVariable", None), "register_mutation", None)
+    if register is None:  # another version's Dynamo
+        return
     before = allow_changes(True)
     try:
-        if hasattr(TorchFunctionModeStackVariable, "register_mutation"):
-            TorchFunctionModeStackVariable.register_mutation(InstructionTranslator.current_tx())
+        register(InstructionTranslator.current_tx())
     finally:
         allow_changes(before)
 
