@@ -13,6 +13,7 @@ from tilewise.lang import INDICES, evaluate
 
 BOUNDS, ZERO = torch.arange(5) / 4 - 0.5, torch.tensor(0.0)  # which the scores, quarters, meet
 
+PICKED = torch.tensor([1, 3])
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softplus": lambda s, b, h, q, kv: functional.softplus(s),
     "softplus of large values": lambda s, b, h, q, kv: functional.softplus(s * 40.0),
@@ -43,6 +44,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clamp to tensors": lambda s, b, h, q, kv: s.clamp(BOUNDS[q], BOUNDS[q] + 1.0) - 3.0 * s.clamp(min=ZERO) + 5.0 * torch.clamp_max(s, s.round()),
     "isclose": lambda s, b, h, q, kv: torch.where(torch.isclose(s, s.round(), atol=0.3) | torch.isposinf(1.0 / s) | torch.isneginf(s), s, 0.5 * s),
     "isfinite": lambda s, b, h, q, kv: torch.where(torch.isfinite(1.0 / s), s, 0.0),
+    "isin": lambda s, b, h, q, kv: torch.where(torch.isin(kv, PICKED) ^ torch.isin(q, PICKED, invert=True) ^ torch.isin(h, 1), s, 0.5 * s),
 }
 
 

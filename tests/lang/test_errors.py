@@ -370,6 +370,11 @@ def test_slips_of_a_call_say_what_to_do(name: str) -> None:
         tw.attention(q, q, q, **options)
 
 
+def test_members_of_a_matrix() -> None:
+    with pytest.raises(TraceError, match=r"isin takes test_elements of one dimension here, got a value of shape \(3, 4\)"):
+        trace_mask(lambda b, h, q, kv: torch.isin(kv, TABLE))
+
+
 def test_a_bias_of_nothing() -> None:
     with pytest.raises(InputError, match="got NoneType"):
         tw.scores.bias(None)  # type: ignore[arg-type]  # the slip

@@ -157,6 +157,17 @@ def isclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, eq
     return near | (isnan(input) & isnan(other)) if equal_nan else near
 
 
+def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    elements, test_elements = _values(elements, test_elements)
+    if isinstance(test_elements, Symbol):
+        found = elements == test_elements
+    elif len(test_elements.shape) == 1:
+        found = (elements.unsqueeze(-1) == test_elements).any(-1)
+    else:
+        raise refuse(f"isin takes test_elements of one dimension here, got a value of shape {tuple(test_elements.shape)}; .flatten() the tensor before")
+    return ~found if invert else found
+
+
 def fmin(input: Any, other: Any) -> Any:
     input, other = _values(input, other)
     return where(isnan(other), input, where(isnan(input), other, clamp_max(input, other)))  # whose gradient at ties is fmin's in every version of torch
@@ -422,6 +433,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "isposinf": isposinf,
     "isneginf": isneginf,
     "isclose": isclose,
+    "isin": isin,
     "fmin": fmin,
     "fmax": fmax,
     "frac": frac,
