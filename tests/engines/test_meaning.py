@@ -193,13 +193,13 @@ FAR_FROM_ORDINARY = [
     Case(
         "head dim 600, decoding",
         head_dim=600,
-        v_dim=1024,
+        v_dim=700,
         batch=2,
         heads=4,
         kv_heads=2,
         q_len=1,
-        kv_len=1500,
-        mask=function(lambda b, h, q, kv: (kv > 600) | (b > 0)),
+        kv_len=300,
+        mask=function(lambda b, h, q, kv: (kv > 120) | (b > 0)),
     ),
 ]
 
