@@ -61,16 +61,21 @@ class Cubes:
         """The way back of `permute`: empty places are dropped."""
         return tensor.index_select(dim, self.place)
 
-    def means(self, tensor: Tensor) -> Tensor:
-        """(..., places, width), in this order -> (..., cubes, width): the mean token of every cube, in float32 or float64."""
-        count, size = self.count, self.size
-        tokens: Tensor = tensor[..., : count * size, :].unflatten(-2, (count, size))
+    def means(self, tensor: Tensor, visible: Tensor | None = None) -> Tensor:
+        """(..., places, width), in this order -> (..., cubes, width): the mean token of every cube, in float32 or float64. With `visible`, (..., places)
+        booleans, the mean of those; 0 where there is none."""
+        tokens = self.in_cubes(tensor, -2)
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        if not self.is_ragged:
+        if visible is None and not self.is_ragged:
             return tokens.mean(-2, dtype=dtype)
-        inside = self.inside[: count * size].view(count, size, 1)
-        total: Tensor = torch.where(inside, tokens, 0).sum(-2, dtype=dtype)
-        return total / inside.sum(1)
+        counted = self.in_cubes(self.inside if visible is None else visible, -1).unsqueeze(-1)
+        total: Tensor = torch.where(counted, tokens, 0).sum(-2, dtype=dtype)
+        return total / counted.sum(-2).clamp(min=1)
+
+    def in_cubes(self, tensor: Tensor, dim: int) -> Tensor:
+        """Places in this order, without text, as cubes and the places of each."""
+        cut: Tensor = tensor.narrow(dim, 0, self.count * self.size).unflatten(dim, (self.count, self.size))
+        return cut
 
 
 def cubes(grid: Sequence[int], cube: Sequence[int] = (4, 4, 4), *, before: int = 0, after: int = 0, device: torch.device | str | None = None) -> Cubes:

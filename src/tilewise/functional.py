@@ -15,7 +15,8 @@ from tilewise.frontend import mask_tensors
 from tilewise.frontend.dispatch import TAKES_DENSE_MASK, TAKES_MASKS, attention_backend, requested_backend
 from tilewise.frontend.interception import Interception
 from tilewise.frontend.shared_sequence import scopes
-from tilewise.masks.sequence import is_causal_bias, of_causal_bias
+from tilewise.masks.mask import is_causal_bias
+from tilewise.masks.sequence import of_causal_bias
 from tilewise.memory import check_dense
 
 __all__ = ["intercept_sdpa", "scaled_dot_product_attention", "sdpa_kernel"]

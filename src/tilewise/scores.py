@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise.errors import InputError
 from tilewise.lang import BoundProgram, name_of, trace_score
 from tilewise.masks.expressions import broadcast_load
+from tilewise.masks.mask import is_causal_bias
 from tilewise.named import Covers, Named, check_whole, counted, covers, is_whole, named
 
 __all__ = ["Score", "ScoreFunction", "Sinks", "alibi", "alibi_slopes", "as_score", "bias", "distance_decay", "relative_bias", "sinks", "softcap"]
@@ -160,6 +161,8 @@ def t5_buckets(count: int, max_distance: int, bidirectional: bool) -> Tensor:
 @named
 def bias(tensor: Tensor) -> Score:
     """score + tensor, broadcast from the right over (b, h, q, kv) as torch broadcasts."""
+    if is_causal_bias(tensor):
+        raise InputError("bias takes a tensor with contents; torch's CausalBias, which has none, goes to mask=")
     if not isinstance(tensor, Tensor) or not 1 <= tensor.dim() <= 4 or not tensor.is_floating_point():
         given = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InputError(f"bias takes a float tensor that broadcasts to (B, H, Sq, Skv), got {given}")

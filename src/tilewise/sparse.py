@@ -68,9 +68,12 @@ def top_p(scores: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """The fewest key tiles that together have a share p of the softmax of the scores: (..., key tiles) int32 with the highest first, and how many of them."""
     if not 0 < p <= 1:
         raise InputError(f"top_p takes a share above 0 and up to 1, got {p}")
-    weights, indices = scores.softmax(-1).nan_to_num().sort(-1, descending=True)  # NaN: nothing but -inf
+    scores = scores.masked_fill(scores.isnan(), math.inf)  # first, as in top_k
     if p == 1:  # all that is not forbidden, however little: sums reach 1 by rounding, weights 0
         return scores.argsort(-1, descending=True).int(), (scores > -math.inf).sum(-1).int()
+    endless = scores == math.inf  # these share all the weight
+    finite = torch.where(endless.any(-1, keepdim=True), torch.where(endless, 0.0, -math.inf), scores)
+    weights, indices = finite.softmax(-1).nan_to_num().sort(-1, descending=True)  # NaN: nothing but -inf
     counts = ((weights.cumsum(-1) - weights < p) & (weights > 0)).sum(-1)
     return indices.int(), counts.int()
 
@@ -153,14 +156,20 @@ def cube_attention(
     tokens = len(cubes.place)
     if not query.shape[2] == key.shape[2] == tokens:
         raise InputError(f"cube_attention: the cubes are of {tokens} tokens, the call of {query.shape[2]} queries and {key.shape[2]} keys")
+    if visible is not None and not isinstance(visible, Tensor):
+        raise InputError(f"cube_attention takes visible as a (batch or 1, {tokens}) boolean tensor, got {type(visible).__name__}")
     if visible is not None and (visible.dtype != torch.bool or visible.shape not in ((1, tokens), (query.shape[0], tokens))):
         raise InputError(f"cube_attention takes visible as (batch or 1, {tokens}) booleans, got {visible.dtype} of shape {tuple(visible.shape)}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (cubes.permute(t) for t in (query, key, value))
+    seen = None if visible is None else visible[:, cubes.order.clamp(min=0)] & cubes.inside  # (batch or 1, places)
     with torch.no_grad():
-        chosen = choose(_scores_of_cubes(cubes.means(q), cubes.means(k), scale))
+        scores = _scores_of_cubes(cubes.means(q), cubes.means(k, None if seen is None else seen[:, None]), scale)
+        if seen is not None:  # a cube of hidden keys alone is no choice
+            scores = scores.masked_fill(~cubes.in_cubes(seen, -1).any(-1)[:, None, None], -math.inf)
+        chosen = choose(scores)
     own = cubes.count * cubes.size
-    out = _to_chosen(q[:, :, :own], k, v, cubes, chosen, visible, scale)
+    out = _to_chosen(q[:, :, :own], k, v, cubes, chosen, seen, scale)
     if cubes.text:
         padding = None if visible is None else _key_padding(visible)
         text = attention(q[:, :, own:], key, value, mask=padding, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
@@ -215,12 +224,12 @@ def _scores_of_cubes(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return scale * queries @ _for_heads(keys, queries).transpose(-1, -2)
 
 
-def _to_chosen(q: Tensor, k: Tensor, v: Tensor, cubes: Cubes, chosen: Tensor | tuple[Tensor, Tensor], visible: Tensor | None, scale: float) -> Tensor:
-    """The attention of the cubes' tokens to those of the chosen cubes and to text, all in the order of cubes."""
+def _to_chosen(q: Tensor, k: Tensor, v: Tensor, cubes: Cubes, chosen: Tensor | tuple[Tensor, Tensor], seen: Tensor | None, scale: float) -> Tensor:
+    """The attention of the cubes' tokens to those of the chosen cubes and to text, as far as they are seen, all in the order of cubes."""
     indices, counts = chosen if isinstance(chosen, tuple) else (chosen, None)
     mask = None
-    if visible is not None:
-        mask = _key_padding(visible[:, cubes.order.clamp(min=0)] & cubes.inside)
+    if seen is not None:
+        mask = _key_padding(seen)
     elif cubes.is_ragged:
         mask = _key_padding(cubes.inside[None])
     text = (cubes.count, cubes.count + -(-cubes.text // cubes.size))

@@ -240,10 +240,20 @@ def _fine() -> Iterator[None]:
     yield
 
 
+def _query_changed_before_the_backward(is_odd: bool, plan: twd.Plan) -> None:
+    inputs = _inputs(plan)
+    out = twd.attention(*inputs, plan=plan, backend="blocked")
+    if is_odd:
+        with torch.no_grad():
+            inputs[0].mul_(2)
+    out.sum().backward()
+
+
 FAULTS: dict[str, tuple[str, Callable[[bool, twd.Plan], None]]] = {
     "other mask": ("same thing. mask mask differs: ranks 0, 2 full, rank 1 causal$", _other_mask),
     "other window": (r"same thing. mask mask differs: ranks 0, 2 sliding_window\(6\), rank 1 sliding_window\(5\)$", _other_window),
     "other documents": ("same thing. details of mask mask differs: ranks 0, 2 ", _other_documents),
+    "a query that is changed before the backward": ("rank 1: RuntimeError: .* modified by an inplace operation", _query_changed_before_the_backward),
     "no tensor together": ("rank 1: InputError: a tensor is needed, got list; ranks 0, 2: no error", _no_tensor_together),
     "no tensor": ("rank 1: InputError: query, key and value must be torch tensors, got Tensor, str, Tensor; ranks 0, 2: no error", _no_tensor),
     "no dropout": ("rank 1: InputError: dropout_p must be a number .*, got 'a'; ranks 0, 2: no error", _no_dropout),

@@ -169,6 +169,19 @@ def test_compiled() -> None:
     torch.testing.assert_close(step(batch.stacked, *pages), tw.paged_attention(batch.stacked, *pages, batch.table, batch.lengths, mask=masks.causal))
 
 
+@pytest.mark.parametrize("queries", [[5, 1, 0], [1, 1, 1]])
+def test_packed_queries_compiled(queries: list[int]) -> None:
+    """How many queries a sequence has is data: other offsets, the same graph. What is wrong with them is found by an assert."""
+    batch = make_batch(queries, [20, 9, 12], 4)
+    pages = (batch.k_pages.nan_to_num(0.0), batch.v_pages.nan_to_num(0.0))
+    query, offsets = batch.packed
+    call = lambda q, cu: tw.paged_attention(q, *pages, batch.table, batch.lengths, cu, mask=masks.causal)
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query, offsets), call(query, offsets))
+    with pytest.raises(RuntimeError, match="must start at 0"):
+        compiled(query, offsets + 1)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 70), st.integers(0, 150)), min_size=1, max_size=5),

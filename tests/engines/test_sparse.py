@@ -204,6 +204,42 @@ def test_top_p_of_1_takes_what_rounding_would_leave_out() -> None:
     assert counts.tolist() == [3, 4] and indices[0, :3].tolist() == [0, 1, 2]
 
 
+def test_top_p_begins_with_what_has_no_end() -> None:
+    """As top_k does, with NaN and infinity alike: a row of them must not choose nothing."""
+    inf, nan = math.inf, math.nan
+    scores = torch.tensor([[1.0, inf, 2.0, -inf], [1.0, nan, 2.0, 0.0], [inf, 1.0, inf, nan], [-inf, -inf, -inf, -inf]])
+    for p, wanted in ((0.2, [1, 1, 1, 0]), (0.9, [1, 1, 3, 0]), (1.0, [3, 4, 4, 0])):
+        indices, counts = sparse.top_p(scores, p)
+        assert counts.tolist() == wanted
+        assert indices[:2, 0].tolist() == [1, 1] and sorted(indices[2, :3].tolist()) == [0, 2, 3] and indices[0, 3] == 3
+
+
+@pytest.mark.parametrize("spoil", [math.nan, math.inf, 1e4])
+@pytest.mark.parametrize("choice", ["top_k", "top_p"])
+def test_hidden_keys_choose_no_cubes(choice: str, spoil: float) -> None:
+    """What is in keys that nobody sees changes nothing, and a cube of such keys alone is not chosen."""
+    order = sparse.cubes((4, 4, 8), (4, 4, 2))
+    q, k, v = (normal(1, 2, 128, 8, seed=n) for n in range(3))
+    visible = torch.ones(1, 128, dtype=torch.bool)
+    visible[0, 5] = False
+    hidden = order.place // order.size == 2
+    visible[0, hidden] = False
+    chosen: list[Any] = []
+
+    def choose(scores: Tensor) -> Any:
+        assert (scores[..., 2] == -math.inf).all()
+        chosen.append(sparse.top_k(scores, 2) if choice == "top_k" else sparse.top_p(scores, 0.7))
+        return chosen[-1]
+
+    found = []
+    for value in (0.0, spoil):
+        key, vals = (torch.where(visible[0, :, None], t, value) for t in (k, v))
+        found.append(sparse.cube_attention(q, key, vals, order, choose, visible=visible))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    for one, other in zip(*[c if isinstance(c, tuple) else (c,) for c in chosen], strict=True):
+        assert torch.equal(one, other)
+
+
 # -- VSA ---------------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +296,7 @@ BAD: dict[str, Any] = {
     "an empty grid": lambda: sparse.cubes((0, 2, 2)),
     "fewer than no text": lambda: sparse.cubes((4, 4, 4), after=-1),
     "cubes of other tokens": lambda: sparse.cube_attention(Q, Q, Q, sparse.cubes((2, 2, 2)), lambda scores: sparse.top_k(scores, 1)),
+    "padding in a list": lambda: sparse.cube_attention(Q, Q, Q, sparse.cubes((3, 2, 2)), lambda scores: sparse.top_k(scores, 1), visible=[[True] * 12]),
     "padding of others": lambda: sparse.cube_attention(
         Q, Q, Q, sparse.cubes((3, 2, 2)), lambda scores: sparse.top_k(scores, 1), visible=torch.ones(2, 12, dtype=torch.bool)
     ),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
 from tilewise import masks, scores
@@ -378,3 +379,13 @@ def test_members_of_a_matrix() -> None:
 def test_a_bias_of_nothing() -> None:
     with pytest.raises(InputError, match="got NoneType"):
         tw.scores.bias(None)  # type: ignore[arg-type]  # the slip
+
+
+def test_a_causal_bias_is_no_tensor_to_add_or_combine() -> None:
+    """Its memory was never written."""
+    bias = causal_lower_right(4, 6)
+    with pytest.raises(InputError, match="goes to mask="):
+        tw.scores.bias(bias)
+    for combined in (lambda: masks.causal & bias, lambda: bias & masks.causal, lambda: masks.as_mask(bias)):
+        with pytest.raises(InputError, match=r"combine masks\.causal or masks\.causal_lower_right"):
+            combined()

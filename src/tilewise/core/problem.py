@@ -15,7 +15,8 @@ from tilewise.errors import InputError, TraceError
 from tilewise.lang import INDICES, BoundProgram, trace_mask, trace_score
 from tilewise.masks import Grid, causal
 from tilewise.masks.expressions import broadcast_load
-from tilewise.masks.sequence import is_causal_bias, of_causal_bias
+from tilewise.masks.mask import is_causal_bias
+from tilewise.masks.sequence import of_causal_bias
 from tilewise.memory import check_dense, moved, resolved
 from tilewise.named import Named, is_whole
 from tilewise.scores import Score, ScoreFunction, Sinks, as_scores

@@ -326,17 +326,19 @@ class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
-        _, q, k, v, sinks, out, lse, *captures = ctx.saved_tensors
         part, wire, everyone = call.plan, Wire(call.plan), call.plan.whole.team.everyone
         given = {"gradients of out and lse": (grad_out is not None, grad_lse is not None)}
+        saved: tuple[Tensor, ...] = ()
         error: Exception | None = None
         try:
             part.check_unchanged()
+            saved = ctx.saved_tensors  # torch looks whether they have been changed, and hooks may fail
             if torch.is_grad_enabled():  # create_graph=True
                 raise UnsupportedError("attention to a sequence that ranks share cannot be differentiated twice")
         except Exception as refused:  # the other ranks must hear of it
             error = refused
         settle(everyone, call.facts | given | {"call": f"backward of {call.facts['call']}"}, error)
+        _, q, k, v, sinks, out, lse, *captures = saved
         fetched = wire.fetch(k, v)
         d_out = torch.zeros_like(out) if grad_out is None else wire.split_out(grad_out)
         d_lse = None if grad_lse is None else wire.split_lse(grad_lse)

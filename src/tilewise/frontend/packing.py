@@ -161,9 +161,10 @@ def check_contents(offsets: Tensor, tokens: int, name: str) -> None:
 
 
 def _holds(condition: Tensor, message: str) -> bool:
-    """Whether a condition holds. On a GPU that would wait for all the work before: there, the condition is asserted on the device (in stream order, so before
-    any kernel reads what was checked), which ends what follows with torch's error for such asserts, and prints the message."""
-    if not condition.is_cuda:
+    """Whether a condition holds. On a GPU that would wait for all the work before, and compiled code cannot look. There, the condition is asserted on the
+    device, which ends what follows with torch's error for such asserts, and prints the message: in stream order, so before any kernel reads what was checked.
+    """
+    if not condition.is_cuda and not torch.compiler.is_compiling():
         return bool(condition)
     torch._assert_async(condition, message)
     return True

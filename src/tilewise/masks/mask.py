@@ -137,6 +137,11 @@ def _common_grid(left: Grid | None, right: Grid | None, sign: str) -> Grid | Non
     return Grid(left.shape, tuple([min(pair) if sign == "&" else max(pair) for pair in windows]))
 
 
+def is_causal_bias(mask: Any) -> bool:
+    """Whether it is a torch.nn.attention.bias.CausalBias: a tensor without contents, which says to which corner it aligns."""
+    return isinstance(mask, Tensor) and hasattr(mask, "variant")
+
+
 _FROM_TENSOR = "; a tensor becomes one by loading from it: lambda b, h, q, kv: tensor[q, kv]"
 
 
@@ -144,6 +149,8 @@ def as_mask(function: "Mask | MaskFunction") -> Mask:
     """A plain mask function as a Mask, to combine it and to give it a name."""
     if isinstance(function, Mask):
         return function
+    if is_causal_bias(function):
+        raise InputError("torch's CausalBias is a mask by itself alone; combine masks.causal or masks.causal_lower_right(q_len, kv_len)")
     if not callable(function):
         raise InputError(f"a mask is a function of (b, h, q, kv), got {type(function).__name__}{_FROM_TENSOR if isinstance(function, Tensor) else ''}")
     return Mask(function, name_of(function).strip("'"))

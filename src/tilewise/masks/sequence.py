@@ -28,11 +28,6 @@ def causal_lower_right(q_len: int, kv_len: int) -> Mask:
     return Mask(lambda b, h, q, kv: q + offset >= kv, "causal_lower_right", q_len, kv_len, covers=covers("causal_lower_right", q=q_len, kv=kv_len))
 
 
-def is_causal_bias(mask: Any) -> bool:
-    """Whether it is a torch.nn.attention.bias.CausalBias: a tensor without contents, which says to which corner it aligns."""
-    return isinstance(mask, Tensor) and hasattr(mask, "variant")
-
-
 def of_causal_bias(bias: Any) -> Mask:
     return causal_lower_right(bias.seq_len_q, bias.seq_len_kv) if bias.variant.name == "LOWER_RIGHT" else causal
 

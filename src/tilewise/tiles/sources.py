@@ -9,7 +9,8 @@ from tilewise.errors import InputError, TraceError
 from tilewise.lang import BoundProgram, name_of, trace_mask
 from tilewise.masks import Grid, Mask
 from tilewise.masks.expressions import broadcast_load
-from tilewise.masks.sequence import is_causal_bias, of_causal_bias
+from tilewise.masks.mask import is_causal_bias
+from tilewise.masks.sequence import of_causal_bias
 from tilewise.memory import can_be_looked_at, check_dense
 from tilewise.sizes import broadcasts
 from tilewise.tiles.chosen import MOST_TILES, ChosenTiles, mark, nothing_chosen, tiles_of
