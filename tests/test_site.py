@@ -121,3 +121,10 @@ def test_the_support_table_says_what_the_code_does() -> None:
     assert "| Triton {}.{} and newer |".format(*limits.OLDEST_TRITON) in table and "need {}.{} |".format(*gluon.OLDEST_TRITON) in table
     assert triton.OLDEST_GPU == fa2.OLDEST_GPU and "(below sm_{}{})".format(*triton.OLDEST_GPU) in table
     assert f"sm_{gluon.ARCHITECTURE}" in table
+
+
+def test_every_page_of_results_has_its_place() -> None:
+    """mkdocs, which is strict about it, is built after the tests."""
+    nav = (ROOT / "mkdocs.yml").read_text()
+    pages = sorted((ROOT / "benchmarks" / "results").rglob("*.md"))
+    assert [page.name for page in pages if f" {page.relative_to(ROOT)}\n" not in nav] == []
