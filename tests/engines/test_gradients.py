@@ -181,7 +181,7 @@ LEARNED: dict[str, Callable[[Tensor, Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)], ids=["batch", "queries", "keys", "all"])
 @pytest.mark.parametrize("name", LEARNED)
 def test_where_no_query_meets_a_key_gradients_are_0(name: str, sizes: tuple[int, int, int], backend: str) -> None:
-    """Not None: a rank of DistributedDataParallel that has no tokens would leave the others waiting for it."""
+    """Not None: with a rank that has no tokens, DistributedDataParallel would fail in the next step."""
     batch, queries, keys = sizes
     table, sinks = torch.randn(2, 7, requires_grad=True), torch.randn(2, requires_grad=True)
     query, key = torch.randn(batch, 2, queries, 8, requires_grad=True), torch.randn(batch, 2, keys, 8, requires_grad=True)
