@@ -26,3 +26,10 @@ class Plan:
         """The forward of a call like an earlier one, from its tensors alone (`mask_sources` as Problem has them); None where the engine has to run. lse and
         max_score may be empty where they are not needed."""
         return None
+
+    def replay_backward(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, mask_sources: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The gradients of query, key and value of a call like an earlier one, where nothing else is wanted and only the output has a gradient; None where the
+        engine has to run."""
+        return None

@@ -67,13 +67,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None, grad_max_score: Tensor | None = None) -> tuple[Any, ...]:
         engine, plan, bare, count = ctx.call
         saved = ctx.saved_tensors
-        problem = bare.of(saved[:count])
         out, lse = saved[count], saved[count + 1]
-        captures = bare.capture_count
-        wanted = frozenset([k for k in range(captures) if ctx.needs_input_grad[4 + k]]) if captures else NONE_WANTED
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if torch.is_grad_enabled() or is_batched(grad_out) or is_batched(grad_lse) or are_active():  # more than a first derivative
+        is_differentiated = torch.is_grad_enabled() or is_batched(grad_out) or is_batched(grad_lse) or are_active()  # more than a first derivative
+        if count == 3 and grad_lse is None and not is_differentiated:
+            replayed = plan.replay_backward(saved[0], saved[1], saved[2], out, lse, resolved(grad_out), bare.mask_sources)
+            if replayed is not None:
+                return None, *replayed
+        problem = bare.of(saved[:count])
+        captures = bare.capture_count
+        wanted = frozenset([k for k in range(captures) if ctx.needs_input_grad[4 + k]]) if captures else NONE_WANTED
+        if is_differentiated:
             found = differentiated(arguments(engine.name, problem), out, lse, grad_out, grad_lse, sorted(wanted))
         else:
             output = Output(out, lse, lse)  # no backward looks at the largest scores: anything on the device will do

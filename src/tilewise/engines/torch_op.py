@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.core.map_cache import naming
-from tilewise.core.output import Output
+from tilewise.core.output import Gradients, Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.engines.base import Engine, like_query
@@ -163,13 +163,26 @@ def backward_in_graphs(*args: Any) -> Any:
 
 
 def _backward(call: PackedCall, plan: Plan | None, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, wanted: list[int]) -> Gradient:
-    problem, output = call.problem, Output(out, lse, lse)
-    with _names_of(call.frame), without_autocast(problem.device):
-        found = call.frame.engine.backward(problem, plan_of(call) if plan is None else plan, output, grad_out, grad_lse, frozenset(wanted))
+    with _names_of(call.frame):
+        plan = plan_of(call) if plan is None else plan
+        found = None if grad_lse is not None else _replayed_backward(call, plan, out, lse, grad_out)
+        if found is None:
+            problem = call.problem
+            with without_autocast(problem.device):
+                found = call.frame.engine.backward(problem, plan, Output(out, lse, lse), grad_out, grad_lse, frozenset(wanted))
+    query, key, value, *_ = call.arguments
     others = [found.captures[k].contiguous() for k in wanted]
     if found.sinks is not None:
         others.append(found.sinks)
-    return _like(found.query, problem.query), _like(found.key, problem.key), _like(found.value, problem.value), others
+    return _like(found.query, query), _like(found.key, key), _like(found.value, value), others
+
+
+def _replayed_backward(call: PackedCall, plan: Plan, out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients | None:
+    (query, key, value, others, *_), recipe = call.arguments, call.frame.recipe
+    if recipe.tiles or recipe.score_captures or recipe.has_sinks:
+        return None
+    replayed = plan.replay_backward(query, key, value, out, lse, grad_out, tuple(others[: recipe.mask_captures]))
+    return None if replayed is None else Gradients(*replayed)
 
 
 def _like(gradient: Tensor, t: Tensor) -> Tensor:

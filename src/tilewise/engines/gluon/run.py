@@ -17,7 +17,7 @@ from tilewise.engines.gpu.arguments import seed_of
 from tilewise.engines.gpu.bwd_chunks import chunking, chunks
 from tilewise.engines.gpu.driver import current_stream, is_capturing
 from tilewise.engines.gpu.launch import Launch, prepare
-from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_key
+from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_name
 from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.triton import run as triton_run
 from tilewise.engines.triton.run import BackwardTensors
@@ -78,7 +78,7 @@ def backward(p: Problem, plan: GpuPlan, output: Output, grad_out: Tensor, grad_l
     if wanted or p.deterministic or too_many_mask_bits(p, by_keys=True):  # what is known at once (refuse_backward)
         return triton_run.backward(p, plan, output, grad_out, grad_lse, wanted)
     dlse = None if grad_lse is None else grad_lse.float().contiguous()
-    name = ("backward", backward_key(p, output.out, output.lse, grad_out, dlse))
+    name = backward_name(p, output.out, output.lse, grad_out, dlse)
     ready = plan.prepared(name, p, "hopper", lambda: _prepared_backward(p, output, grad_out, dlse))
     if ready is not None:
         return ready.run(p, output, grad_out, dlse)
@@ -104,24 +104,38 @@ class Backward(Pass):
         self._axis, self._count = chunking(p, backward_config(p).d)
         self._workspace = backward_workspace(p, self._count)
         work = Work(*self._workspace.tensors(self._workspace.allocate()))
-        given = BackwardTensors(output.out, output.lse, grad_out, dlse, work.delta, *_empty_gradients(p))
+        given = BackwardTensors(output.out, output.lse, grad_out, dlse, work.delta, *_empty_gradients(p.query, p.key, p.value, p.result_dtype))
         q, t = list(self._chunks(p, given))[min(1, self._count - 1)]  # where rows of lse begin on fewer bytes than 16 in some chunk, they do in the second
         before = launches.bwd_preprocess_tensors(t.out, t.lse, t.grad_out, t.dlse, t.delta, work)
         after = launches.bwd_postprocess_tensors(q, t.lse, t.grad_out, t.delta, (t.dq, t.dk, t.dv), work)
         self._preprocess = prepare(launches.bwd_preprocess_launch(q, before), p.device)
         self._bwd = prepare(launches.bwd_launch(q, launches.bwd_tensors(q, t.grad_out, t.dk, t.dv, work)), p.device)
         self._postprocess = prepare(launches.bwd_postprocess_launch(q, after), p.device)
+        self.device = self._bwd.device
 
     def run(self, p: Problem, output: Output, grad_out: Tensor, dlse: Tensor | None) -> Gradients:
-        memory, grads, seed = self._workspace.allocate(), _empty_gradients(p), seed_of(p)
+        memory, seed = self._workspace.allocate(), seed_of(p)
+        grads = _empty_gradients(p.query, p.key, p.value, p.result_dtype)
         work = Work(*self._workspace.parts(memory))
         delta = work.delta if self._count == 1 and p.sinks is None else self._workspace.tensors(memory)[0]
         for q, t in self._chunks(p, BackwardTensors(output.out, output.lse, grad_out, dlse, delta, *grads)):
-            inputs = (q.query, q.key, q.value, t.grad_out)
-            self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, work.lse_padded, work.delta_padded, t.delta, work.dq_sums])
-            self._bwd.launch([*inputs, t.dk, t.dv, work.dq_sums, work.lse_padded, work.delta_padded, work.nonfinite, seed])
-            self._postprocess.launch([*inputs, t.lse, t.delta, t.dq, t.dk, t.dv, work.dq_sums, work.nonfinite, seed])
+            self._launch(q.query, q.key, q.value, t, work, seed)
         return Gradients(*grads, None if p.sinks is None else sinks_gradient(p, output, delta))
+
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self._count > 1:
+            return None
+        memory = self._workspace.allocate()
+        work = Work(*self._workspace.parts(memory))
+        grads = _empty_gradients(query, key, value, query.dtype)
+        self._launch(query, key, value, BackwardTensors(out, lse, grad_out, None, work.delta, *grads), work, None)
+        return grads
+
+    def _launch(self, query: Tensor, key: Tensor, value: Tensor, t: BackwardTensors, work: Work, seed: Tensor | None) -> None:
+        inputs = (query, key, value, t.grad_out)
+        self._preprocess.launch([t.out, t.grad_out, t.lse, t.dlse, work.lse_padded, work.delta_padded, t.delta, work.dq_sums])
+        self._bwd.launch([*inputs, t.dk, t.dv, work.dq_sums, work.lse_padded, work.delta_padded, work.nonfinite, seed])
+        self._postprocess.launch([*inputs, t.lse, t.delta, t.dq, t.dk, t.dv, work.dq_sums, work.nonfinite, seed])
 
     def _chunks(self, p: Problem, t: BackwardTensors) -> Iterable[tuple[Problem, BackwardTensors]]:
         if self._count == 1:
@@ -129,6 +143,6 @@ class Backward(Pass):
         return [(chunk, BackwardTensors(*tensors)) for chunk, tensors in chunks(p, self._axis, self._count, *t)]
 
 
-def _empty_gradients(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, dq_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Laid out as the inputs are: what made those need not copy their gradients. dQ is made of sums in fp32; dK and dV leave the kernel in 16 bits."""
-    return torch.empty_like(p.query, dtype=p.result_dtype), torch.empty_like(p.key), torch.empty_like(p.value)
+    return torch.empty_like(query, dtype=dq_dtype), torch.empty_like(key), torch.empty_like(value)

@@ -27,7 +27,19 @@ class ForwardPass(Protocol):
     def run(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, seed: Tensor | None, needs_lse: bool = True) -> Output: ...
 
 
+class BackwardPass(Protocol):
+    """The launches of a backward, ready for tensors laid out like the first call's."""
+
+    @property
+    def device(self) -> int | None: ...
+
+    def replay(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The gradients of query, key and value; None where a problem is needed."""
+
+
 FORWARD = "forward"
+BACKWARD = "backward"  # and the rest of its name: see backward_name
+WHOLE = False, 0, None  # a problem that is no part of another, as `_state` has it
 MAX_PASSES = 32  # of one plan: saved tensors that come back elsewhere every time must not pile them up
 
 
@@ -98,16 +110,43 @@ class GpuPlan(Plan):
             return None
         return forward.run(query, key, value, None, None, needs_lse)
 
+    def replay_backward(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, mask_sources: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        found = self._passes.get((BACKWARD, _layouts(query, key, value, out, lse, grad_out), (), None)) if self._replays else None
+        if found is None:
+            return None
+        backward: BackwardPass
+        backward, (contents, _, part, tuned) = found
+        if contents is None or part != WHOLE or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
+            return None
+        if backward.device is None or backward.device != current_device():
+            return None
+        return backward.replay(query, key, value, out, lse, grad_out)
 
-def backward_key(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
+
+def backward_name(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, *more: Hashable) -> tuple[Hashable, ...]:
     """What the launches of a backward depend on beyond the call's key, because saved tensors may come back otherwise laid out than they went
     (offloading does that), and the gradient of the output is anybody's: strides and alignment of every tensor, the size of a chunk, and the dtype of the
     output, which may be that of the whole to which a part belongs."""
-    captures = () if p.score is None else p.score.captures
+    captures = () if p.score is None else tuple([t.stride() for t in p.score.captures])
+    return BACKWARD, _layouts(p.query, p.key, p.value, out, lse, grad_out), captures, None if dlse is None else dlse.data_ptr() & 15, *more
+
+
+def _layouts(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
     return (
-        p.query.shape,
+        query.shape,
         out.dtype,
-        *[t.stride() for t in (p.query, p.key, p.value, out, lse, grad_out, *captures)],
-        *[t.data_ptr() & 15 for t in (p.query, p.key, p.value, out, lse, grad_out)],
-        None if dlse is None else dlse.data_ptr() & 15,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        out.stride(),
+        lse.stride(),
+        grad_out.stride(),
+        query.data_ptr() & 15,
+        key.data_ptr() & 15,
+        value.data_ptr() & 15,
+        out.data_ptr() & 15,
+        lse.data_ptr() & 15,
+        grad_out.data_ptr() & 15,
     )

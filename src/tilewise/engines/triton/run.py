@@ -20,7 +20,7 @@ from tilewise.engines.gpu.device_map import device_map_of, is_made_on_device
 from tilewise.engines.gpu.launch import prepare
 from tilewise.engines.gpu.limits import MAX_TILE_SPAN, sm_count, tile_span
 from tilewise.engines.gpu.mods import gain_of
-from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_key
+from tilewise.engines.gpu.plan import FORWARD, GpuPlan, backward_name
 from tilewise.engines.gpu.structure import Pass
 from tilewise.engines.gpu.tile_classifier import kernel_map
 from tilewise.engines.gpu.workspace import Part, Workspace
@@ -150,7 +150,7 @@ class BackwardTensors(NamedTuple):
 
 def run_backward(p: Problem, plan: GpuPlan, wanted: frozenset[int], t: BackwardTensors) -> dict[int, Tensor]:
     """One chunk: dQ, dK, dV and delta into their tensors; the gradients of the wanted captures by slot."""
-    name = ("backward", backward_key(p, t.out, t.lse, t.grad_out, t.dlse), wanted)
+    name = backward_name(p, t.out, t.lse, t.grad_out, t.dlse, wanted)
     return plan.prepared(name, p, "triton", lambda: _prepared_backward(p, wanted, t)).run(p, t)
 
 
