@@ -34,6 +34,7 @@ STORED, REPORT = RESULTS / "models.json", RESULTS / "models.md"
 BASELINES = ("sdpa", "native", "eager")  # a row has one of these
 MODES = {STEP: "training step", INFERENCE: "inference"}
 TINY = ", tiny"  # ends the name of a machine, for what was measured there of tiny models
+HOST_TIMES = "Host time: 16 layers so small that the device waits for the host (on a GPU); medians of turns, and of their differences within a round:"
 ELSEWHEN = "\\*"  # marks what was measured in another run than tilewise's
 
 
@@ -190,7 +191,7 @@ def machine_report(machine: str, section: dict[str, Any]) -> list[str]:
     parts = [f"## {machine}", runs, times([m for m in found if not m.row.host_layers])]
     host = [m for m in found if m.row.host_layers]
     if host:
-        parts += ["Host time: 16 layers so small that the device waits for the host (on a GPU), the least disturbed turns:", host_times(host)]
+        parts += [HOST_TIMES, host_times(host)]
     parts += [
         "Each implementation: its first call includes compiling; the difference is that of outputs (and gradients, of a step) from the first one's.",
         details(found),

@@ -1,6 +1,7 @@
 """Results as people read them."""
 
 from collections.abc import Mapping
+from statistics import median
 
 from tilewise.tools.bench_models.processes import Result
 from tilewise.tools.bench_models.rows import Row
@@ -33,7 +34,9 @@ def milliseconds(ms: float) -> str:
 
 
 def microseconds_a_layer(row: Row, results: Mapping[str, Result]) -> float | None:
-    """Of a row of host time: how many microseconds a layer takes more than with SDPA, the least disturbed turns of both."""
+    """Of a row of host time: how many microseconds a layer takes more than with SDPA. The median of turns, each beside SDPA's of the same round: a host that
+    others use, too, changes its speed by half within seconds, and slows both."""
     if any(name not in results or not results[name].times or results[name].failed for name in ("sdpa", "tilewise")):
         return None
-    return 1e3 * (min(results["tilewise"].times) - min(results["sdpa"].times)) / row.host_layers
+    rounds = zip(results["tilewise"].times, results["sdpa"].times, strict=False)
+    return 1e3 * median([ours - theirs for ours, theirs in rounds]) / row.host_layers
