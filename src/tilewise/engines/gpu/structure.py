@@ -58,7 +58,7 @@ def structure_key(p: Problem) -> tuple[Any, ...]:
     problem, kernels depend on the dtype of its results and on whether there are places, packed numbers on how many batch elements and heads come before it.
     How many programs a persistent kernel has depends on the multiprocessors that are busy.
     Of pages, kernels depend on their dtype and size and on whether the mask must be asked, packed numbers on the form of the table, the number of
-    sequences and the scale of values. The tensors of a backward are part of its name (plan.backward_key).
+    sequences and the scale of values. The tensors of a backward are part of its name (plan.backward_name).
     """
     tiles, places, pages = p.tiles, p.dropout_places, p.pages
     return (
