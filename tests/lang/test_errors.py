@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,11 @@ def unpacks(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + first
 
 
+@cache
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
 LONG = torch.zeros(3, 600)
 
 # The function, and what its error must say besides the place. Every function fails on the line after its `def`, or on its lambda's.
@@ -76,6 +81,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "in a tuple": (lambda s, b, h, q, kv: s * (q in (1, 2, 3)), ["`in`", "torch.where"]),
     "in a symbol": (lambda s, b, h, q, kv: s * (1 in q), ["`in`"]),
     "in a tensor": (lambda s, b, h, q, kv: s * (q in ROW), ["`in`"]),
+    "in a set": (lambda s, b, h, q, kv: s * (h in {1, 3}), ["a set", "(h == 1) | (h == 3)", "torch.isin"]),
+    "dict": (lambda s, b, h, q, kv: s + {0: 1.0}[h], ["a dict", "tensor and index that"]),
+    "dict of rows": (lambda s, b, h, q, kv: s + {0: 1.0}.get(TABLE[h], 0.0), ["a dict", "tensor and index that"]),
+    "cached function": (lambda s, b, h, q, kv: s + doubled(h), ["a cache", "concrete"]),
     "int()": (lambda s, b, h, q, kv: s + int(q), ["int()", ".long()"]),
     "float()": (lambda s, b, h, q, kv: s + float(q), ["float()", ".float()"]),
     "round()": (lambda s, b, h, q, kv: round(s), ["round()", "torch.round"]),

@@ -6,7 +6,7 @@ import torch
 
 from tilewise.lang.expression import expression
 from tilewise.lang.program import Tape
-from tilewise.lang.refusals import BRANCHING, of_numpy, refuse, undefined
+from tilewise.lang.refusals import BRANCHING, LOOKED_UP, of_numpy, refuse, undefined
 from tilewise.lang.types import DTYPE_OF
 
 
@@ -81,7 +81,8 @@ class Traced:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        raise refuse(LOOKED_UP)
 
     def __array_ufunc__(self, function: Any, method: str, *given: Any, **options: Any) -> Any:
         """numpy's numbers leave their operators to us; its functions are refused."""
