@@ -10,6 +10,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import masks, scores
 from tilewise.engines.cpp import missing, run
+from tilewise.engines.cpp.plan import CppPlan
 from tilewise.engines.cpp.workspace import Workspace, _spare, give_back
 from tilewise.frontend import call_cache
 from tilewise.tiles import Geometry, TileMap
@@ -18,6 +19,13 @@ from tilewise.tiles.runs import from_dense
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 LENGTH = 100
+IDS = torch.arange(LENGTH) // 30
+REPLAYED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"mask": masks.causal},
+    "documents": {"mask": masks.document(IDS) & masks.causal},
+    "softcap": {"mask": masks.sliding_window(20), "score": scores.softcap(5.0)},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -264,3 +272,50 @@ def test_buffers_lie_in_the_memory_that_was_borrowed() -> None:
         borrowed, buffers = workspace.borrow()
         assert borrowed is memory and memory.numel() >= 256
         assert buffers[1] == 0 and [buffers[n] - memory.data_ptr() for n in (0, 2, 3)] == [0, 64, 192]
+
+
+@pytest.fixture
+def through(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each backward that was not replayed."""
+    found: list[str] = []
+    backward = CppPlan.backward
+
+    def counted(*args: Any) -> Any:
+        found.append("backward")
+        return backward(*args)
+
+    monkeypatch.setattr(CppPlan, "backward", counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_the_second_backward_is_replayed(name: str, dtype: torch.dtype, through: list[str]) -> None:
+    def step(seed: int) -> tuple[Tensor, ...]:
+        x = tensors(seed, dtype=dtype, grad=True)
+        return torch.autograd.grad(tw.attention(*x, backend="cpp", **REPLAYED[name]), x, tensors(seed + 100, dtype=dtype)[0])
+
+    step(0)
+    assert len(through) == 1
+    replayed = [step(seed) for seed in (1, 2)]
+    assert len(through) == 1
+    for seed, found in zip((1, 2), replayed, strict=True):
+        call_cache.forget()
+        assert all(torch.equal(a, b) for a, b in zip(found, step(seed), strict=True))
+    assert len(through) == 3
+
+
+@pytest.mark.parametrize("what", ["the gradient of lse", "sinks", "dropout", "a learned score", "a score with a table"])
+def test_what_needs_a_problem_is_not_replayed(what: str, through: list[str]) -> None:
+    table = torch.zeros(2, LENGTH, requires_grad=what == "a learned score")
+    asked: dict[str, Any] = {
+        "sinks": {"score": scores.sinks(torch.zeros(2))},
+        "dropout": {"dropout_p": 0.5, "seed": 1},
+        "a learned score": {"score": lambda s, b, h, q, kv: s + table[h, kv]},
+        "a score with a table": {"score": lambda s, b, h, q, kv: s + table[h, kv]},
+    }.get(what, {"mask": masks.causal})
+    for times in (1, 2, 3):
+        x = tensors(times, grad=True)
+        found = tw.attention(*x, backend="cpp", return_lse=what == "the gradient of lse", **asked)
+        torch.autograd.backward(found, [torch.ones_like(t) for t in found] if isinstance(found, tuple) else torch.ones_like(found))
+        assert len(through) == times

@@ -8,8 +8,8 @@ import torch
 from tilewise.errors import TraceError
 
 LOOKED_UP = (
-    "a dict, a set or a cache is looked up by one concrete value, and b, h, q, kv and score have another for every element: put a dict's values in a tensor and index "
-    "that, and write (h == 1) | (h == 3), or torch.isin with a tensor, instead of `h in {1, 3}`"
+    "a dict, a set or a cache is looked up by one concrete value, and b, h, q, kv and score have another for every element: put a dict's values in a "
+    "tensor and index that, and write (h == 1) | (h == 3), or torch.isin with a tensor, instead of `h in {1, 3}`"
 )
 BRANCHING = (
     "Python cannot branch on a value that differs for every (b, h, q, kv): `if`, `and`, `or`, `not`, `in`, chained "

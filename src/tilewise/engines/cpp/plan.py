@@ -17,6 +17,9 @@ from tilewise.engines.dropout import places_key
 
 FORWARD = "forward"
 MAX_PASSES = 32  # of one plan: saved tensors that come back elsewhere every time must not pile them up
+NONE_WANTED: frozenset[int] = frozenset()
+NOTHING_SUMMED: dict[int, Tensor] = {}
+WHOLE = [False, None]  # a problem that is no part of another, as `_prepared` has it
 Pass = TypeVar("Pass")
 
 
@@ -65,7 +68,7 @@ class CppPlan(Plan):
             grad_out = grad_out if grad_out.dtype is dtype else grad_out.to(dtype)  # asked first, because `to` takes long even to find out
             out = out if out.dtype is result_dtype else out.to(result_dtype)
             made = self._prepared(backward_key(p, out, grad_out, wanted), p, contents_key, lambda: run.Backward(p, out, grad_out, wanted))
-            made.run(p, out, lse, grad_out, grad_lse, grads, delta, capture_sums, _seed(p))
+            made.run(p.query, p.key, p.value, out, lse, grad_out, grad_lse, grads, delta, capture_sums, _seed(p))
         else:
             if delta is not None and grad_lse is not None:
                 delta -= grad_lse
@@ -75,6 +78,21 @@ class CppPlan(Plan):
             return Gradients(*grads)
         captured = {} if p.score is None else {k: t.sum(0).to(p.score.captures[k].dtype) for k, t in capture_sums.items()}
         return Gradients(*grads, None if delta is None else sinks_gradient(p, output, delta), captured)
+
+    def replay_backward(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, mask_sources: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        found = self._passes.get((NONE_WANTED, *_strides(query, key, value, out, grad_out), ())) if self._replays else None
+        if found is None or not query.dtype is out.dtype is grad_out.dtype:
+            return None
+        backward: run.Backward
+        backward, (contents, *part) = found
+        if contents is None or part != WHOLE or (mask_sources and contents != contents_key(mask_sources)):
+            return None
+        dtype = query.dtype
+        grads = _contiguous_like(query, dtype), _contiguous_like(key, dtype), _contiguous_like(value, dtype)
+        backward.run(query, key, value, out, lse, grad_out, None, grads, None, NOTHING_SUMMED, 0)
+        return grads
 
     def _prepared(self, name: Hashable, p: Problem, state_of: Callable[[tuple[Tensor, ...]], Any], make: Callable[[], Pass]) -> Pass:
         """The pass of this name, made now or for an earlier call; `state_of` the mask's tensors is what else it depends on, None if that is never known."""
@@ -94,7 +112,11 @@ def backward_key(p: Problem, out: Tensor, grad_out: Tensor, wanted: frozenset[in
     back otherwise laid out than they went (offloading does that), and of the gradient of the output, which is anybody's; the places of the score's captures,
     some of which may be copies."""
     captures = () if p.score is None else tuple([(t.data_ptr(), t.stride()) for t in p.score.captures])
-    return wanted, p.query.stride(), p.key.stride(), p.value.stride(), out.stride(), grad_out.stride(), captures
+    return wanted, *_strides(p.query, p.key, p.value, out, grad_out), captures
+
+
+def _strides(query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
+    return query.stride(), key.stride(), value.stride(), out.stride(), grad_out.stride()
 
 
 def _places(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:

@@ -127,7 +127,9 @@ class Backward:
 
     def run(
         self,
-        p: Problem,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         out: Tensor,
         lse: Tensor,
         grad_out: Tensor,
@@ -145,9 +147,9 @@ class Backward:
         dq, dk, dv = grads
         call = pack_backward(
             torch.get_num_threads(),
-            p.query.data_ptr(),
-            p.key.data_ptr(),
-            p.value.data_ptr(),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
             out.data_ptr(),
             grad_out.data_ptr(),
             lse.data_ptr(),
