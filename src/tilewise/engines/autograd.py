@@ -13,9 +13,10 @@ from torch import Tensor
 from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.base import NOTHING, Engine
+from tilewise.engines.base import NOTHING, PLAIN, Engine
 from tilewise.engines.torch_op import arguments, forward_of, without_autocast
 from tilewise.engines.transforms import are_active, differentiated, is_batched
+from tilewise.errors import InputError
 from tilewise.memory import resolved
 
 NONE_WANTED: frozenset[int] = frozenset()
@@ -70,15 +71,19 @@ class _Attention(torch.autograd.Function):
         out, lse = saved[count], saved[count + 1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        is_differentiated = torch.is_grad_enabled() or is_batched(grad_out) or is_batched(grad_lse) or are_active()  # more than a first derivative
-        if count == 3 and grad_lse is None and not is_differentiated:
-            replayed = plan.replay_backward(saved[0], saved[1], saved[2], out, lse, resolved(grad_out), bare.mask_sources)
-            if replayed is not None:
-                return None, *replayed
-        problem = bare.of(saved[:count])
+        others_watch = torch.is_grad_enabled() or are_active() or not _is_plain(grad_out) or not _is_plain(grad_lse)  # more than a first derivative
+        if count == 3 and grad_lse is None and not others_watch:
+            query, key, value = saved[0], saved[1], saved[2]
+            if _is_readable(query) and _is_readable(key) and _is_readable(value) and _is_readable(out) and lse.is_contiguous():
+                replayed = plan.replay_backward(query, key, value, out, lse, resolved(grad_out), bare.mask_sources)
+                if replayed is not None:
+                    return None, *replayed
+        problem = bare.of([resolved(t) for t in saved[:count]])
+        out, lse = resolved(out), lse.contiguous()
+        _check_saved(problem, out, lse)
         captures = bare.capture_count
         wanted = frozenset([k for k in range(captures) if ctx.needs_input_grad[4 + k]]) if captures else NONE_WANTED
-        if is_differentiated:
+        if others_watch:
             found = differentiated(arguments(engine.name, problem), out, lse, grad_out, grad_lse, sorted(wanted))
         else:
             output = Output(out, lse, lse)  # no backward looks at the largest scores: anything on the device will do
@@ -92,6 +97,32 @@ class _Attention(torch.autograd.Function):
             return None, found.query, found.key, found.value
         sinks = (found.sinks,) if count > 3 + captures else ()
         return (None, found.query, found.key, found.value, *[found.captures.get(k) for k in range(captures)], *sinks)
+
+
+def _is_plain(gradient: Tensor | None) -> bool:
+    """Whether kernels may read it: a subclass (of a collective under way, say) has no memory of its own, and batched gradients are several."""
+    return gradient is None or (type(gradient) in PLAIN and not is_batched(gradient))
+
+
+def _is_readable(saved: Tensor) -> bool:
+    """Whether its memory is there and holds its values."""
+    return saved.data_ptr() != 0 and not saved.is_neg()
+
+
+def _check_saved(p: Problem, out: Tensor, lse: Tensor) -> None:
+    """Hooks of saved tensors may return anything, and nobody sees it when `.data` or memory is taken away between the passes: kernels would read what is not
+    there. Other strides are fine."""
+    query, key, value = p.query, p.key, p.value
+    rows, expected = query.shape[:3], p.result_dtype
+    dtypes_fit = query.dtype is key.dtype is value.dtype and out.dtype is expected and lse.dtype is p.inner_dtype
+    keys_fit = key.shape[:3] == value.shape[:3] and key.shape[0] == query.shape[0] and key.shape[3] == query.shape[3]
+    if not (dtypes_fit and keys_fit and out.shape == (*rows, value.shape[3]) and lse.shape == rows):
+        found = ", ".join([f"{t.dtype} {tuple(t.shape)}" for t in (query, key, value, out, lse)])
+        raise InputError(
+            f"query, key, value, output and lse were saved for the backward and came back as {found}: hooks of saved tensors must return what they got"
+        )
+    if not query.is_meta and any([t.numel() > 0 and t.data_ptr() == 0 for t in (query, key, value, out, lse)]):
+        raise InputError("a tensor that was saved for the backward has lost its memory since (untyped_storage().resize_(0), as FSDP does)")
 
 
 # What Function.apply comes to outside of torch.func's transforms, but for its search for tensors that have outlived one. These have no address, so that their

@@ -67,7 +67,7 @@ class CppPlan(Plan):
         if p.query.numel() and p.key.numel():
             grad_out = grad_out if grad_out.dtype is dtype else grad_out.to(dtype)  # asked first, because `to` takes long even to find out
             out = out if out.dtype is result_dtype else out.to(result_dtype)
-            made = self._prepared(backward_key(p, out, grad_out, wanted), p, contents_key, lambda: run.Backward(p, out, grad_out, wanted))
+            made = self._prepared(backward_key(p, out, lse, grad_out, wanted), p, contents_key, lambda: run.Backward(p, out, grad_out, wanted))
             made.run(p.query, p.key, p.value, out, lse, grad_out, grad_lse, grads, delta, capture_sums, _seed(p))
         else:
             if delta is not None and grad_lse is not None:
@@ -82,7 +82,7 @@ class CppPlan(Plan):
     def replay_backward(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, mask_sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        found = self._passes.get((NONE_WANTED, *_strides(query, key, value, out, grad_out), ())) if self._replays else None
+        found = self._passes.get((NONE_WANTED, _layouts(query, key, value, out, lse, grad_out), ())) if self._replays else None
         if found is None or not query.dtype is out.dtype is grad_out.dtype:
             return None
         backward: run.Backward
@@ -101,22 +101,37 @@ class CppPlan(Plan):
         state = contents, p.partial, places_key(p)
         if found is None or found[1] != state or contents is None:
             if name not in self._passes and len(self._passes) >= MAX_PASSES:
-                del self._passes[next(oldest for oldest in self._passes if oldest != FORWARD)]
+                self._passes.pop(next(oldest for oldest in list(self._passes) if oldest != FORWARD), None)  # a list: other threads may add to it meanwhile
             found = self._passes[name] = (make(), state)
         made: Pass = found[0]
         return made
 
 
-def backward_key(p: Problem, out: Tensor, grad_out: Tensor, wanted: frozenset[int]) -> Hashable:
+def backward_key(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, wanted: frozenset[int]) -> Hashable:
     """What a backward's packed arguments depend on beyond the call's key: which gradients of captures are wanted; the strides of saved tensors, which may come
     back otherwise laid out than they went (offloading does that), and of the gradient of the output, which is anybody's; the places of the score's captures,
-    some of which may be copies."""
+    some of which may be copies. Shapes and dtypes of saved tensors are the call's, unless somebody has taken others in (autograd._check_saved)."""
     captures = () if p.score is None else tuple([(t.data_ptr(), t.stride()) for t in p.score.captures])
-    return wanted, *_strides(p.query, p.key, p.value, out, grad_out), captures
+    return wanted, _layouts(p.query, p.key, p.value, out, lse, grad_out), captures
 
 
-def _strides(query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
-    return query.stride(), key.stride(), value.stride(), out.stride(), grad_out.stride()
+def _layouts(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
+    return (
+        query.shape,
+        key.shape,
+        value.shape,
+        out.shape,
+        lse.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        lse.dtype,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        out.stride(),
+        grad_out.stride(),
+    )
 
 
 def _places(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:

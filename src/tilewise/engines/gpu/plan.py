@@ -127,8 +127,8 @@ class GpuPlan(Plan):
 
 def backward_name(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, *more: Hashable) -> tuple[Hashable, ...]:
     """What the launches of a backward depend on beyond the call's key, because saved tensors may come back otherwise laid out than they went
-    (offloading does that), and the gradient of the output is anybody's: strides and alignment of every tensor, the size of a chunk, and the dtypes of the
-    output, which may be that of the whole to which a part belongs, and of its gradient."""
+    (offloading does that), and the gradient of the output is anybody's: strides and alignment of every tensor, shapes and dtypes, the size of a chunk, and the
+    dtype of the output, which may be that of the whole to which a part belongs."""
     captures = () if p.score is None else tuple([t.stride() for t in p.score.captures])
     return BACKWARD, _layouts(p.query, p.key, p.value, out, lse, grad_out), captures, None if dlse is None else dlse.data_ptr() & 15, *more
 
@@ -136,7 +136,15 @@ def backward_name(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: 
 def _layouts(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
     return (
         query.shape,
+        key.shape,
+        value.shape,
+        out.shape,
+        lse.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
         out.dtype,
+        lse.dtype,
         grad_out.dtype,
         query.stride(),
         key.stride(),
