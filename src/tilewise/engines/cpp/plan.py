@@ -50,8 +50,8 @@ class CppPlan(Plan):
         if found is None or not self._replays:
             return None
         forward: run.Forward
-        forward, (contents, *_) = found
-        if contents is None or (mask_sources and contents != self._forward_state(mask_sources)):
+        forward, (contents, *part) = found
+        if contents is None or part != WHOLE or (mask_sources and contents != self._forward_state(mask_sources)):
             return None
         return forward.run(query, key, value, None, 0, needs_lse)
 

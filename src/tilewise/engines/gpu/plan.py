@@ -103,8 +103,8 @@ class GpuPlan(Plan):
         if found is None or not self._replays:
             return None
         forward: ForwardPass
-        forward, (contents, _, _, tuned) = found
-        if contents is None or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
+        forward, (contents, _, part, tuned) = found
+        if contents is None or part != WHOLE or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
             return None
         if forward.device is None or forward.device != current_device():
             return None
