@@ -158,7 +158,9 @@ the elements. Only partial tiles evaluate the mask, and empty ones cost nothing.
 Tiles skipped and times are those of {counted:,} tokens, tiles of {tile[0]} x {tile[1]}, {heads} heads of {head_dim}, float32, **on two CPU cores**:
 the shortest of {rounds} rounds, each over all entries and over full attention of the same shapes, with the engine `{engine}`
 ({machine}; repeat with `python -m docs.gallery --measure`).
-The mask `full` and full attention are the same work, and took {same[0]:.1f} and {same[1]:.1f} ms forward: trust no ratio further than that. Code is shown after
+The mask `full` and full attention are the same work, and took {same[0]:.1f} and {same[1]:.1f} ms forward: trust no ratio further than that.
+
+Code is shown after these imports; `q`, `k` and `v` are (batch, heads, tokens, head dim) tensors:
 
 ```python
 import torch
