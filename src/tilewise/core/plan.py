@@ -12,6 +12,8 @@ What makes a repeated call quick is kept in three layers. Each has its key in on
 A plan lives as long as the cached call it belongs to, or for one call where that cannot be remembered.
 """
 
+from collections.abc import Hashable
+
 from torch import Tensor
 
 from tilewise.core.output import Output
@@ -33,3 +35,27 @@ class Plan:
         """The gradients of query, key and value of a call like an earlier one, where nothing else is wanted and only the output has a gradient; None where the
         engine has to run."""
         return None
+
+
+def layouts(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
+    """Shapes, dtypes and strides of what a backward is given: part of the name of whatever holds them packed. Saved tensors may come back otherwise laid out
+    than they went (offloading does that), and the gradient of the output is anybody's."""
+    return (
+        query.shape,
+        key.shape,
+        value.shape,
+        out.shape,
+        lse.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        out.dtype,
+        lse.dtype,
+        grad_out.dtype,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        out.stride(),
+        lse.stride(),
+        grad_out.stride(),
+    )

@@ -13,13 +13,11 @@ from torch import Tensor
 from tilewise.core.output import Output
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-from tilewise.engines.base import NOTHING, PLAIN, Engine
+from tilewise.engines.base import NONE_WANTED, NOTHING, PLAIN, Engine
 from tilewise.engines.torch_op import arguments, forward_of, without_autocast
 from tilewise.engines.transforms import are_active, differentiated, is_batched
 from tilewise.errors import InputError
 from tilewise.memory import resolved
-
-NONE_WANTED: frozenset[int] = frozenset()
 
 
 def run_eager(engine: Engine, problem: Problem, plan: Plan, needs_lse: bool = True) -> Output:
@@ -71,8 +69,9 @@ class _Attention(torch.autograd.Function):
         out, lse = saved[count], saved[count + 1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        others_watch = torch.is_grad_enabled() or are_active() or not _is_plain(grad_out) or not _is_plain(grad_lse)  # more than a first derivative
-        if count == 3 and grad_lse is None and not others_watch:
+        # A derivative of this one is wanted, or gradients are no tensors that kernels can read.
+        needs_operator = torch.is_grad_enabled() or are_active() or not (_is_plain_gradient(grad_out) and _is_plain_gradient(grad_lse))
+        if count == 3 and grad_lse is None and not needs_operator:
             query, key, value = saved[0], saved[1], saved[2]
             if _is_readable(query) and _is_readable(key) and _is_readable(value) and _is_readable(out) and lse.is_contiguous():
                 replayed = plan.replay_backward(query, key, value, out, lse, resolved(grad_out), bare.mask_sources)
@@ -83,7 +82,7 @@ class _Attention(torch.autograd.Function):
         _check_saved(problem, out, lse)
         captures = bare.capture_count
         wanted = frozenset([k for k in range(captures) if ctx.needs_input_grad[4 + k]]) if captures else NONE_WANTED
-        if others_watch:
+        if needs_operator:
             found = differentiated(arguments(engine.name, problem), out, lse, grad_out, grad_lse, sorted(wanted))
         else:
             output = Output(out, lse, lse)  # no backward looks at the largest scores: anything on the device will do
@@ -99,8 +98,8 @@ class _Attention(torch.autograd.Function):
         return (None, found.query, found.key, found.value, *[found.captures.get(k) for k in range(captures)], *sinks)
 
 
-def _is_plain(gradient: Tensor | None) -> bool:
-    """Whether kernels may read it: a subclass (of a collective under way, say) has no memory of its own, and batched gradients are several."""
+def _is_plain_gradient(gradient: Tensor | None) -> bool:
+    """Whether kernels can read it: a subclass (of a collective under way, say) may have no memory of its own, and batched gradients are several."""
     return gradient is None or (type(gradient) in PLAIN and not is_batched(gradient))
 
 
@@ -122,7 +121,9 @@ def _check_saved(p: Problem, out: Tensor, lse: Tensor) -> None:
             f"query, key, value, output and lse were saved for the backward and came back as {found}: hooks of saved tensors must return what they got"
         )
     if not query.is_meta and any([t.numel() > 0 and t.data_ptr() == 0 for t in (query, key, value, out, lse)]):
-        raise InputError("a tensor that was saved for the backward has lost its memory since (untyped_storage().resize_(0), as FSDP does)")
+        raise InputError(
+            "a tensor that was saved for the backward has lost its memory since; free what a call was given (untyped_storage().resize_(0)) after its backward"
+        )
 
 
 # What Function.apply comes to outside of torch.func's transforms, but for its search for tensors that have outlived one. These have no address, so that their

@@ -112,6 +112,7 @@ def attend_nothing(problem: Problem) -> Output:
     return Output(like_query(p.query, p.v_dim, p.result_dtype).zero_(), lse, max_score)
 
 
+NONE_WANTED: frozenset[int] = frozenset()  # of the score's captures: no gradient is asked for
 NOTHING = torch.empty(0, device="cpu"), torch.empty(0, device="cpu")  # lse and max_score where there are none
 
 

@@ -179,7 +179,7 @@ def _backward(call: PackedCall, plan: Plan | None, out: Tensor, lse: Tensor, gra
 
 def _replayed_backward(call: PackedCall, plan: Plan, out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients | None:
     (query, key, value, others, *_), recipe = call.arguments, call.frame.recipe
-    if recipe.tiles or recipe.score_captures or recipe.has_sinks:
+    if recipe.tiles or recipe.score_captures or recipe.has_sinks:  # a mask's own captures are all that the pass may depend on
         return None
     replayed = plan.replay_backward(query, key, value, out, lse, grad_out, tuple(others[: recipe.mask_captures]))
     return None if replayed is None else Gradients(*replayed)

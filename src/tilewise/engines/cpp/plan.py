@@ -9,15 +9,14 @@ from torch import Tensor
 
 from tilewise.core.map_cache import contents_key
 from tilewise.core.output import Gradients, Output
-from tilewise.core.plan import Plan
+from tilewise.core.plan import Plan, layouts
 from tilewise.core.problem import Problem
-from tilewise.engines.base import attend_nothing, scalar_seed, sinks_gradient
+from tilewise.engines.base import NONE_WANTED, attend_nothing, scalar_seed, sinks_gradient
 from tilewise.engines.cpp import run, splits
 from tilewise.engines.dropout import places_key
 
 FORWARD = "forward"
 MAX_PASSES = 32  # of one plan: saved tensors that come back elsewhere every time must not pile them up
-NONE_WANTED: frozenset[int] = frozenset()
 NOTHING_SUMMED: dict[int, Tensor] = {}
 WHOLE = [False, None]  # a problem that is no part of another, as `_prepared` has it
 Pass = TypeVar("Pass")
@@ -46,14 +45,8 @@ class CppPlan(Plan):
         return made.run(p.query, p.key, p.value, sinks, _seed(p))
 
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...], needs_lse: bool = True) -> Output | None:
-        found = self._passes.get(FORWARD)
-        if found is None or not self._replays:
-            return None
-        forward: run.Forward
-        forward, (contents, *part) = found
-        if contents is None or part != WHOLE or (mask_sources and contents != self._forward_state(mask_sources)):
-            return None
-        return forward.run(query, key, value, None, 0, needs_lse)
+        forward: run.Forward | None = self._replayable(FORWARD, mask_sources, self._forward_state)
+        return None if forward is None else forward.run(query, key, value, None, 0, needs_lse)
 
     def backward(self, p: Problem, output: Output, grad_out: Tensor, grad_lse: Tensor | None, wanted: frozenset[int]) -> Gradients:
         if wanted:
@@ -82,17 +75,24 @@ class CppPlan(Plan):
     def replay_backward(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, mask_sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        found = self._passes.get((NONE_WANTED, _layouts(query, key, value, out, lse, grad_out), ())) if self._replays else None
-        if found is None or not query.dtype is out.dtype is grad_out.dtype:
-            return None
-        backward: run.Backward
-        backward, (contents, *part) = found
-        if contents is None or part != WHOLE or (mask_sources and contents != contents_key(mask_sources)):
+        name = NONE_WANTED, layouts(query, key, value, out, lse, grad_out), ()
+        backward: run.Backward | None = self._replayable(name, mask_sources, contents_key)
+        if backward is None:
             return None
         dtype = query.dtype
         grads = _contiguous_like(query, dtype), _contiguous_like(key, dtype), _contiguous_like(value, dtype)
         backward.run(query, key, value, out, lse, grad_out, None, grads, None, NOTHING_SUMMED, 0)
         return grads
+
+    def _replayable(self, name: Hashable, mask_sources: tuple[Tensor, ...], state_of: Callable[[tuple[Tensor, ...]], Any]) -> Any:
+        """The pass of this name, if it holds what a whole problem with these tensors needs; else None."""
+        found = self._passes.get(name) if self._replays else None
+        if found is None:
+            return None
+        made, (contents, *part) = found
+        if contents is None or part != WHOLE or (mask_sources and contents != state_of(mask_sources)):
+            return None
+        return made
 
     def _prepared(self, name: Hashable, p: Problem, state_of: Callable[[tuple[Tensor, ...]], Any], make: Callable[[], Pass]) -> Pass:
         """The pass of this name, made now or for an earlier call; `state_of` the mask's tensors is what else it depends on, None if that is never known."""
@@ -108,30 +108,10 @@ class CppPlan(Plan):
 
 
 def backward_key(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, wanted: frozenset[int]) -> Hashable:
-    """What a backward's packed arguments depend on beyond the call's key: which gradients of captures are wanted; the strides of saved tensors, which may come
-    back otherwise laid out than they went (offloading does that), and of the gradient of the output, which is anybody's; the places of the score's captures,
-    some of which may be copies. Shapes and dtypes of saved tensors are the call's, unless somebody has taken others in (autograd._check_saved)."""
+    """What a backward's packed arguments depend on beyond the call's key: which gradients of captures are wanted; the layouts of what it is given; the places
+    of the score's captures, some of which may be copies."""
     captures = () if p.score is None else tuple([(t.data_ptr(), t.stride()) for t in p.score.captures])
-    return wanted, _layouts(p.query, p.key, p.value, out, lse, grad_out), captures
-
-
-def _layouts(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
-    return (
-        query.shape,
-        key.shape,
-        value.shape,
-        out.shape,
-        lse.shape,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        lse.dtype,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        out.stride(),
-        grad_out.stride(),
-    )
+    return wanted, layouts(p.query, p.key, p.value, out, lse, grad_out), captures
 
 
 def _places(tensors: tuple[Tensor, ...]) -> tuple[Any, ...] | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.core.map_cache import contents_key
 from tilewise.core.output import Output
-from tilewise.core.plan import Plan
+from tilewise.core.plan import Plan, layouts
 from tilewise.core.problem import Problem
 from tilewise.engines.dropout import places_key
 from tilewise.engines.gpu import structure, tuning
@@ -99,63 +99,34 @@ class GpuPlan(Plan):
         return (*contents, stream, capture_id(stream))
 
     def replay(self, query: Tensor, key: Tensor, value: Tensor, mask_sources: tuple[Tensor, ...], needs_lse: bool = True) -> Output | None:
-        found = self._passes.get(FORWARD)
-        if found is None or not self._replays:
-            return None
-        forward: ForwardPass
-        forward, (contents, _, part, tuned) = found
-        if contents is None or part != WHOLE or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
-            return None
-        if forward.device is None or forward.device != current_device():
-            return None
-        return forward.run(query, key, value, None, None, needs_lse)
+        forward: ForwardPass | None = self._replayable(FORWARD, mask_sources)
+        return None if forward is None else forward.run(query, key, value, None, None, needs_lse)
 
     def replay_backward(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, mask_sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        found = self._passes.get((BACKWARD, _layouts(query, key, value, out, lse, grad_out), (), None)) if self._replays else None
+        name = BACKWARD, layouts(query, key, value, out, lse, grad_out), _alignments(query, key, value, out, lse, grad_out), (), None
+        backward: BackwardPass | None = self._replayable(name, mask_sources)
+        return None if backward is None else backward.replay(query, key, value, out, lse, grad_out)
+
+    def _replayable(self, name: Hashable, mask_sources: tuple[Tensor, ...]) -> Any:
+        """The pass of this name, if it can run as it is bound, for a whole problem on the current device; else None."""
+        found = self._passes.get(name) if self._replays else None
         if found is None:
             return None
-        backward: BackwardPass
-        backward, (contents, _, part, tuned) = found
+        ready, (contents, _, part, tuned) = found
         if contents is None or part != WHOLE or tuned != tuning.state() or (contents and contents != self._contents(mask_sources)):
             return None
-        if backward.device is None or backward.device != current_device():
-            return None
-        return backward.replay(query, key, value, out, lse, grad_out)
+        return None if ready.device is None or ready.device != current_device() else ready
 
 
 def backward_name(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, dlse: Tensor | None, *more: Hashable) -> tuple[Hashable, ...]:
-    """What the launches of a backward depend on beyond the call's key, because saved tensors may come back otherwise laid out than they went
-    (offloading does that), and the gradient of the output is anybody's: strides and alignment of every tensor, shapes and dtypes, the size of a chunk, and the
-    dtype of the output, which may be that of the whole to which a part belongs."""
+    """What the launches of a backward depend on beyond the call's key: layouts and alignment of every tensor, by which chunks, and outputs in the dtype of the
+    whole to which a part belongs, have names of their own. `more` is what else an engine's passes differ in; none of these is replayed."""
     captures = () if p.score is None else tuple([t.stride() for t in p.score.captures])
-    return BACKWARD, _layouts(p.query, p.key, p.value, out, lse, grad_out), captures, None if dlse is None else dlse.data_ptr() & 15, *more
+    given = p.query, p.key, p.value, out, lse, grad_out
+    return BACKWARD, layouts(*given), _alignments(*given), captures, None if dlse is None else dlse.data_ptr() & 15, *more
 
 
-def _layouts(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> tuple[Hashable, ...]:
-    return (
-        query.shape,
-        key.shape,
-        value.shape,
-        out.shape,
-        lse.shape,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        out.dtype,
-        lse.dtype,
-        grad_out.dtype,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        out.stride(),
-        lse.stride(),
-        grad_out.stride(),
-        query.data_ptr() & 15,
-        key.data_ptr() & 15,
-        value.data_ptr() & 15,
-        out.data_ptr() & 15,
-        lse.data_ptr() & 15,
-        grad_out.data_ptr() & 15,
-    )
+def _alignments(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple([t.data_ptr() & 15 for t in tensors])
